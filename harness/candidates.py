@@ -1,0 +1,143 @@
+"""Candidates: the roles that ``--candidate`` puts into the reference stack."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from harness.contract import Role, Stack
+from harness.devices import Device, find, force_numerics
+
+
+def load_reference(name: str) -> Stack:
+    """The reference stack: the roles of the module ``name``."""
+    return Stack(_roles(importlib.import_module(name), name))
+
+
+def load_candidates(
+    names: Iterable[str], reference: Stack
+) -> tuple[Stack, list[dict[str, str | None]]]:
+    """The reference stack with every candidate's roles put in, and where each role came from.
+
+    Raises:
+        pytest.UsageError: a candidate that does not import, has no ``ROLES``, names an unknown
+            role or one that another candidate brought, or takes other arguments.
+    """
+    stack, origins = reference, []
+    for name in names:
+        module = _import(name)
+        roles = _roles(module, name)
+        for role, function in roles.items():
+            if role not in reference.roles:
+                known = ", ".join(sorted(reference.roles))
+                raise pytest.UsageError(
+                    f"--candidate {name}: unknown role {role!r}; the roles are {known}"
+                )
+            if any(origin["role"] == role for origin in origins):
+                raise pytest.UsageError(
+                    f"--candidate {name}: the role {role!r} was already brought by another "
+                    "candidate; put one implementation of a role on trial at a time"
+                )
+            _check_signature(name, role, function, reference.roles[role])
+            origins.append(_origin(role, module))
+        stack = stack.replace(roles)
+    return stack, origins
+
+
+def _import(name: str) -> ModuleType:
+    """``candidates.<name>`` for a name without dots if there is one, else the module itself."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise pytest.UsageError(
+            f"--candidate {name}: give an importable module such as their.module, not a path"
+        )
+    short = f"candidates.{name}"
+    full = short if "." not in name and importlib.util.find_spec(short) else name
+    try:
+        return importlib.import_module(full)
+    except Exception as error:  # the candidate's own code may raise anything
+        raise pytest.UsageError(
+            f"--candidate {name}: cannot import {full}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _roles(module: ModuleType, name: str) -> dict[str, Role]:
+    roles = getattr(module, "ROLES", None)
+    if not isinstance(roles, dict) or not roles or not all(map(callable, roles.values())):
+        raise pytest.UsageError(
+            f"{name} must define ROLES, a dict from role names to functions, such as "
+            f'ROLES = {{"rms_norm": rms_norm}}; it has {roles!r}'
+        )
+    return roles
+
+
+def _check_signature(name: str, role: str, function: Role, reference: Role) -> None:
+    """The candidate must accept the positional arguments that the reference takes."""
+    wanted = inspect.signature(reference)
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*wanted.parameters)
+    except TypeError as error:
+        raise pytest.UsageError(
+            f"--candidate {name}: {role}{signature} cannot be called as {role}{wanted}: {error}"
+        ) from error
+    except ValueError as error:
+        raise pytest.UsageError(
+            f"--candidate {name}: {role} has no signature that Python can read; wrap it in a "
+            f"function {role}{wanted}"
+        ) from error
+
+
+def _origin(role: str, module: ModuleType) -> dict[str, str | None]:
+    file = inspect.getsourcefile(module)
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    return {
+        "role": role,
+        "module": module.__name__,
+        "version": _version(module),
+        "file": file,
+        "sha256": digest,
+    }
+
+
+def _version(module: ModuleType) -> str | None:
+    package = module.__name__.partition(".")[0]
+    declared = getattr(module, "__version__", None)
+    if declared is not None:
+        return str(declared)
+    distributions = importlib.metadata.packages_distributions().get(package)
+    return importlib.metadata.version(distributions[0]) if distributions else None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is on trial in this run, and what it is held against."""
+
+    reference: Stack
+    stack: Stack
+    origins: list[dict[str, str | None]]
+    device: Device
+    flags: dict[str, str]
+
+
+TRIAL = pytest.StashKey[Trial]()
+
+
+def load_trial(config: pytest.Config) -> Trial:
+    """Load the reference and the candidates, find the device and force the numerics flags."""
+    folder = str(config.invocation_params.dir)
+    if folder not in sys.path:  # a candidate in the current folder, as `python -m` would find it
+        sys.path.insert(0, folder)
+    reference = load_reference(config.getini("touchstone_reference"))
+    stack, origins = load_candidates(config.getoption("--candidate"), reference)
+    device = find(config.getoption("--device"))
+    return Trial(reference, stack, origins, device, force_numerics(device))

@@ -1,0 +1,70 @@
+"""How far two results are apart. Everything is compared in float64 on the CPU.
+
+Every function refuses, with a ValueError, what would compare nothing or the wrong things:
+different shapes, no element, different names, a result compared with its own memory. NaN in
+either argument makes the distance NaN, which fails every bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    if got.shape != want.shape:
+        raise ValueError(f"shapes differ: got {tuple(got.shape)}, want {tuple(want.shape)}")
+    if got.numel() == 0:
+        raise ValueError(f"nothing to compare: shape {tuple(got.shape)} has no element")
+    if got.data_ptr() == want.data_ptr() and got.device == want.device:
+        raise ValueError("both results are the same memory; clone one before it is overwritten")
+    return got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """``||got - want|| / ||want||`` in the 2-norm; 0 if both are zero, inf if only want is."""
+    got64, want64 = _pair(got, want)
+    difference, size = (got64 - want64).norm(), want64.norm()
+    if size == 0:
+        return 0.0 if difference == 0 else float(difference / size)
+    return float(difference / size)
+
+
+def max_abs_error(got: Tensor, want: Tensor) -> float:
+    """``max |got - want|``."""
+    got64, want64 = _pair(got, want)
+    return float((got64 - want64).abs().max())
+
+
+def worst_relative(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    """The largest ``relative_error`` over tensors of the same name; NaN if any is NaN."""
+    if got.keys() != want.keys() or not want:
+        raise ValueError(
+            f"names differ or there are none: only got {sorted(got.keys() - want.keys())}, "
+            f"only want {sorted(want.keys() - got.keys())}"
+        )
+    errors = torch.tensor([relative_error(got[name], want[name]) for name in want])
+    return float(errors.max())  # unlike the built-in max, it hands NaN on
+
+
+def rounding_floor(oracle: Tensor, dtype: torch.dtype) -> float:
+    """The error of merely storing ``oracle`` in ``dtype``, as a root mean square."""
+    exact = oracle.detach().to("cpu", torch.float64)
+    if exact.numel() == 0:
+        raise ValueError("nothing to compare: the oracle has no element")
+    return float((exact.to(dtype).double() - exact).square().mean().sqrt())
+
+
+def error_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
+    """RMS error of a candidate over that of the plain formula in the same dtype.
+
+    ``rms(got - oracle) / (rms(plain - oracle) + floor)``; the floor is the error of storing the
+    oracle in the candidate's dtype, so that a lucky plain result does not make the bound zero.
+    """
+    got64, oracle64 = _pair(got, oracle)
+    plain64, _ = _pair(plain, oracle)
+    error = (got64 - oracle64).square().mean().sqrt()
+    accepted = (plain64 - oracle64).square().mean().sqrt() + rounding_floor(oracle, got.dtype)
+    return 0.0 if error == 0 else float(error / accepted)

@@ -1,0 +1,126 @@
+"""What a gate may ask for: stack, check, rng, device, rung, for_all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.candidates import Trial
+    from harness.checks import Check
+    from harness.contract import Stack
+
+
+def trial_of(config: pytest.Config) -> Trial:
+    """What is on trial, loaded once a process. Raises pytest.UsageError on a bad candidate."""
+    from harness.candidates import TRIAL, load_trial
+
+    if TRIAL not in config.stash:
+        config.stash[TRIAL] = load_trial(config)
+    return config.stash[TRIAL]
+
+
+def seed_of(item: pytest.Item) -> int:
+    """A seed from the names of the gate and its case: the same for every variant."""
+    from harness.plugin import case_of, gate_name
+
+    text = f"{gate_name(item)}[{case_of(item)}] seed {item.config.getoption('--seed')}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+
+
+@pytest.fixture
+def stack(request: pytest.FixtureRequest) -> Stack:
+    """The stack on trial; for a fault or benign variant the reference with that role put in."""
+    trial = trial_of(request.config)
+    variant = getattr(request, "param", None)
+    if variant is None:
+        return trial.stack
+    if variant.role not in trial.reference.roles:
+        raise ValueError(f"{variant.kind} {variant.name} replaces the unknown role {variant.role}")
+    return trial.reference.replace({variant.role: variant.build(trial.reference)})
+
+
+@pytest.fixture
+def check(request: pytest.FixtureRequest) -> Check:
+    """Records and judges the gate's measurements."""
+    from harness.judge import check_of
+
+    return check_of(request.node)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device of ``--device``."""
+    import torch
+
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def rung(request: pytest.FixtureRequest) -> str:
+    """The model scale of ``--rung``."""
+    return str(request.config.getoption("--rung"))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    """A generator on the CPU, seeded from the gate, its case and ``--seed``."""
+    import torch
+
+    return torch.Generator().manual_seed(seed_of(request.node))
+
+
+@pytest.fixture
+def for_all(request: pytest.FixtureRequest) -> Callable[..., Callable[[Callable[..., None]], None]]:
+    """Run a property at once on examples that hypothesis draws, deterministically."""
+    import hypothesis
+
+    from harness.plugin import variant_of
+
+    shrink = variant_of(request.node) is None  # of a fault it is enough that it was caught
+    phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink else [])
+
+    def decorator(
+        max_examples: int = 50, **strategies: Any
+    ) -> Callable[[Callable[..., None]], None]:
+        def run(test: Callable[..., None]) -> None:
+            settings = hypothesis.settings(
+                max_examples=max_examples,
+                phases=phases,
+                deadline=None,
+                database=None,
+                report_multiple_bugs=False,
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            drawn = hypothesis.given(**strategies)(test)
+            hypothesis.seed(seed_of(request.node))(settings(drawn))()
+
+        return run
+
+    return decorator
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a device that is not there, and seed what gates and libraries may draw from."""
+    from harness.contract import not_run
+    from harness.plugin import gate_of
+
+    if gate_of(item) is None:
+        return
+    import random
+
+    import numpy
+    import torch
+
+    missing = trial_of(item.config).device.missing
+    if missing:
+        not_run(missing)
+    seed = seed_of(item)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,116 @@
+"""The verdict of one gate on one implementation, and what pytest is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.checks import Check, CheckFailed
+from harness.contract import Gate
+from harness.plugin import case_of, gate_name, variant_of
+from harness.verdict import gate_verdict, is_as_required, place
+
+CHECK = pytest.StashKey[Check]()
+RECORD = pytest.StashKey[dict[str, Any]]()
+
+
+def check_of(item: pytest.Item) -> Check:
+    """The gate's measurements so far."""
+    return item.stash.setdefault(CHECK, Check())
+
+
+def phase(
+    item: pytest.Item, gate: Gate, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> pytest.TestReport:
+    """Judge one phase (setup, call, teardown) of a gate's item.
+
+    The record is complete, and travels with the report, when the teardown is over.
+    """
+    if call.when == "setup":
+        item.stash[RECORD] = _blank(item, gate)
+    record = item.stash[RECORD]
+    record["duration_s"] += call.duration
+    if call.when == "call" or call.excinfo is not None:
+        _judge(item, call, record)
+        _tell_pytest(report, record)
+    report.gate = record["gate"]  # type: ignore[attr-defined]
+    if call.when == "teardown":
+        report.record = record  # type: ignore[attr-defined]
+    return report
+
+
+def _blank(item: pytest.Item, gate: Gate) -> dict[str, Any]:
+    variant = variant_of(item)
+    record: dict[str, Any] = {
+        "kind": variant.kind if variant else "gate",
+        "gate": gate_name(item),
+        "case": case_of(item),
+        "milestone": gate_name(item)[:2].upper(),
+        "nodeid": item.nodeid,
+        "claim": gate.claim,
+        "not_claimed": gate.not_claimed,
+        "source": gate.source,
+        "roles": list(gate.roles),
+        "measurements": [],
+        "series": [],
+        "verdict": "ERROR",
+        "reason": "the gate did not come to an end",
+        "duration_s": 0.0,
+    }
+    if variant:
+        origin = "seen_in" if variant.kind == "fault" else "because"
+        record["variant"] = {
+            "name": variant.name,
+            "role": variant.role,
+            "summary": variant.summary,
+            origin: variant.origin,
+        }
+    return record
+
+
+def _judge(item: pytest.Item, call: pytest.CallInfo[None], record: dict[str, Any]) -> None:
+    check = check_of(item)
+    measurements = list(check.measurements.values())
+    record["measurements"], record["series"] = measurements, check.curves
+    raised = call.excinfo.value if call.excinfo else None
+    failed = isinstance(raised, CheckFailed) and call.when == "call"
+    not_run = isinstance(raised, pytest.skip.Exception) and call.when != "teardown"
+    error = "" if raised is None or failed or not_run else f"{type(raised).__name__}: {raised}"
+    if error and call.when != "call":
+        error = f"in {call.when}: {error}"
+    verdict = gate_verdict(measurements, error=error, not_run=not_run)
+    reasons = {
+        "PASS": "",
+        "ERROR": error or "the gate measured nothing",
+        "FAIL": str(raised) if failed else "a failed check was swallowed by the gate",
+        "NOT_RUN": str(raised),
+    }
+    record["verdict"], record["reason"] = verdict, reasons[verdict]
+
+
+def _tell_pytest(report: pytest.TestReport, record: dict[str, Any]) -> None:
+    """Turn the verdict round for a fault: only a FAIL by its own measurement is as required."""
+    report.__dict__.pop("wasxfail", None)
+    verdict, reason = record["verdict"], record["reason"]
+    if verdict == "NOT_RUN":
+        report.outcome = "skipped"
+        report.longrepr = (str(report.location[0]), report.location[1] or 0, reason)
+    elif is_as_required(record):
+        report.outcome, report.longrepr = "passed", None
+    else:
+        crash = report.longrepr if verdict == "ERROR" and report.longrepr else ""
+        report.outcome = "failed"
+        report.longrepr = f"{explain(record)}\n{crash}".rstrip()
+
+
+def explain(record: dict[str, Any]) -> str:
+    """One sentence on a record that is not as required."""
+    verdict, reason, variant = record["verdict"], record["reason"], record.get("variant")
+    where = place(record)
+    if record["kind"] == "fault":
+        how = "was not caught" if verdict == "PASS" else f"crashed instead of failing: {reason}"
+        return f"MISSED: the fault {variant['name']} ({variant['summary']}) {how} by {where}"
+    if record["kind"] == "benign":
+        return f"FALSE ALARM: {where} rejects the benign variant {variant['name']}: {reason}"
+    return f"{verdict}: {where}: {reason}\nclaim: {record['claim']}"

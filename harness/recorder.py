@@ -1,0 +1,257 @@
+"""The run: its evidence, its verdict, its exit status, and the table on the terminal.
+
+Under pytest-xdist the workers judge their gates, and the controller records.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.fixtures import trial_of
+from harness.plugin import asked_for_gates, drop_unmeant_cases, gate_of
+
+if TYPE_CHECKING:
+    from harness.evidence import EvidenceWriter
+
+RUN = pytest.StashKey["Run"]()
+COLLECTED = pytest.StashKey[dict[str, Any]]()
+GATE_ID = re.compile(r"(.*/)?(m[0-6]_\w+)\.py::(\w+)(\[.*\])?")
+
+
+class Run:
+    """One run of gates: everything recorded so far, and the open evidence folder."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        from harness.environment import describe_environment
+        from harness.evidence import EvidenceError, EvidenceWriter
+
+        self.config = config
+        self.started = time.monotonic()
+        self.records: list[dict[str, Any]] = []
+        self.selection: dict[str, Any] = {}
+        self.interrupted = False
+        self.errors: list[str] = []
+        self.verdict = ""
+        self.problems: list[str] = []
+        trial, option = trial_of(config), config.option
+        try:
+            self.evidence: EvidenceWriter = EvidenceWriter(option.evidence or _new_folder(config))
+            self.evidence.append(
+                {
+                    "kind": "run",
+                    "started": _now(),
+                    "command": ["pytest", *map(str, config.invocation_params.args)],
+                    "selection": {
+                        "expression": option.markexpr,
+                        "keyword": option.keyword,
+                        "last_failed": bool(getattr(option, "lf", False)),
+                        "no_faults": option.no_faults,
+                        "allow_incomplete": option.allow_incomplete,
+                    },
+                    "device": trial.device.describe(),
+                    "rung": option.rung,
+                    "seed": option.seed,
+                    "candidates": trial.origins,
+                    "environment": describe_environment(config.rootpath),
+                    "flags": trial.flags,
+                }
+            )
+        except EvidenceError as error:
+            raise pytest.UsageError(f"the evidence cannot be written: {error}") from error
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keep one gate's record, in memory and on disk."""
+        from harness.evidence import EvidenceError
+
+        self.records.append(record)
+        try:
+            self.evidence.append(record)
+        except EvidenceError as error:
+            pytest.exit(f"the evidence cannot be written: {error}", returncode=3)
+
+    def finish(self, exitstatus: int) -> int:
+        """Judge the run, close the evidence, render the report; return the exit status."""
+        from harness.evidence import EvidenceError
+        from harness.report import render
+        from harness.verdict import exit_status, run_verdict
+
+        if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            self.errors.append("pytest met an internal error")
+        self.verdict, self.problems = run_verdict(
+            self.records, self.selection.get("selected"), self.interrupted, self.errors
+        )
+        status = exit_status(self.verdict, self.config.option.allow_incomplete, self.interrupted)
+        try:
+            self.evidence.append({"kind": "selection", **self.selection})
+            self.evidence.append(
+                {
+                    "kind": "end",
+                    "verdict": self.verdict,
+                    "exit_status": status,
+                    "interrupted": self.interrupted,
+                    "problems": self.problems,
+                    "finished": _now(),
+                    "duration_s": time.monotonic() - self.started,
+                }
+            )
+            self.evidence.close()
+            render(self.evidence.path.parent)
+        except (EvidenceError, OSError) as error:
+            self.problems.append(f"the evidence is not complete: {error}")
+            status = status or 3
+        return status
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _new_folder(config: pytest.Config) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    parent, number = config.invocation_params.dir / "evidence", 1
+    while (parent / f"{stamp}-{number}").exists():
+        number += 1
+    return parent / f"{stamp}-{number}"
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _begin(config: pytest.Config) -> Run | None:
+    """The run of this process; None in a worker and when nothing is to be run."""
+    option = config.option
+    if _is_worker(config) or option.collectonly or option.setupplan:
+        return None
+    if RUN not in config.stash:
+        config.stash[RUN] = Run(config)
+    return config.stash[RUN]
+
+
+# --- what pytest tells ---------------------------------------------------------------------
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if asked_for_gates(session.config):
+        _begin(session.config)  # a bad candidate or folder is an error before any gate
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k, -m and --lf look at the items
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    drop_unmeant_cases(items)
+    config.stash[COLLECTED] = {"collected": _count(items)}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    selection = session.config.stash.get(COLLECTED, {"collected": {}})
+    counts = _count(session.items)
+    selection.update(milestones=counts, selected=sum(counts.values()))
+    if _is_worker(session.config):
+        session.config.workeroutput["selection"] = selection  # type: ignore[attr-defined]
+    elif counts or RUN in session.config.stash:
+        run = _begin(session.config)
+        if run:
+            run.selection = selection
+
+
+def _count(items: list[pytest.Item]) -> dict[str, int]:
+    """Items of gates by milestone, faults and benign variants counted like the gates."""
+    counts: dict[str, int] = {}
+    for item in items:
+        if gate_of(item):
+            milestone = item.path.name[:2].upper()
+            counts[milestone] = counts.get(milestone, 0) + 1
+    return counts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    gates = [name for name in ids if GATE_ID.fullmatch(name)]
+    if gates or RUN in node.config.stash:
+        run = _begin(node.config)
+        if run:
+            run.selection = {"selected": len(gates)}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    selection = getattr(node, "workeroutput", {}).get("selection")
+    if selection and RUN in node.config.stash:
+        node.config.stash[RUN].selection = selection
+
+
+class _Reports:
+    """Hears the reports, whose hooks are not told the config."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        run = self.config.stash.get(RUN, None)
+        if run is None:
+            return
+        record = getattr(report, "record", None) or _crashed_worker(report)
+        if record:
+            run.add(record)
+        elif report.failed and not getattr(report, "gate", None):
+            run.errors.append(f"{report.nodeid}, which is no gate, failed in the same run.")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not _is_worker(self.config):
+            run = _begin(self.config)
+            if run:
+                run.errors.append(f"{report.nodeid} could not be collected: {report.longreprtext}")
+
+    def pytest_keyboard_interrupt(self) -> None:
+        run = self.config.stash.get(RUN, None)
+        if run:
+            run.interrupted = True
+
+
+def _crashed_worker(report: pytest.TestReport) -> dict[str, Any] | None:
+    """A worker that died leaves a report without a record; the gate is an ERROR."""
+    match = GATE_ID.fullmatch(report.nodeid)
+    if not match or getattr(report, "gate", None) or not report.failed:
+        return None
+    return {
+        "kind": "gate",
+        "gate": f"{match[2]}::{match[3]}",
+        "case": (match[4] or "[]")[1:-1],
+        "milestone": match[2][:2].upper(),
+        "nodeid": report.nodeid,
+        "claim": "",
+        "not_claimed": "",
+        "source": "",
+        "roles": [],
+        "measurements": [],
+        "series": [],
+        "verdict": "ERROR",
+        "reason": str(report.longrepr),
+        "duration_s": 0.0,
+    }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _is_worker(config):
+        config.pluginmanager.register(_Reports(config))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    run = session.config.stash.get(RUN, None)
+    if run and exitstatus != pytest.ExitCode.USAGE_ERROR:
+        session.exitstatus = run.finish(int(exitstatus))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    run = config.stash.get(RUN, None)
+    if run and run.verdict:
+        from harness.summary import write_summary
+
+        write_summary(terminalreporter, run)
