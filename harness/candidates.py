@@ -33,7 +33,7 @@ def load_candidates(
         pytest.UsageError: a candidate that does not import, has no ``ROLES``, names an unknown
             role or one that another candidate brought, or takes other arguments.
     """
-    stack, origins = reference, []
+    stack, origins = reference, list[dict[str, str | None]]()
     for name in names:
         module = _import(name)
         roles = _roles(module, name)

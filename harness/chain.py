@@ -57,14 +57,11 @@ def decode(line: bytes) -> dict[str, Any]:
     return decoded
 
 
-def split(data: bytes) -> list[bytes]:
-    """The lines of a file. A last line that was cut short keeps no end and is not JSON."""
-    lines = data.split(b"\n")
-    return lines[:-1] if lines[-1] == b"" else [*lines[:-1], lines[-1] + b" (cut short)"]
-
-
 def first_problem(lines: Sequence[bytes]) -> str:
-    """One sentence on the first line that was changed, removed, added or moved; empty if none."""
+    """One sentence on the first line that was changed, removed, added or moved; empty if none.
+
+    ``lines`` keep their ends, as ``readlines`` gives them.
+    """
     opened = [_open(line) for line in lines]
     bodies = [body for body, _ in opened]
     expected = GENESIS
@@ -81,14 +78,15 @@ def first_problem(lines: Sequence[bytes]) -> str:
 
 def _open(line: bytes) -> tuple[dict[str, Any] | None, str]:
     """A line's object and what is wrong with the line by itself."""
-    if line.endswith(b" (cut short)"):
+    if not line.endswith(b"\n"):
         return None, "it is cut short"
     try:
         body = decode(line)
-        is_canonical = canonical(body).encode() == line
+        is_canonical = canonical(body).encode() + b"\n" == line
     except ValueError as error:
         return None, str(error)
-    if not (isinstance(body.get("index"), int) and isinstance(body.get("previous"), str)):
+    index = body.get("index")
+    if not (isinstance(index, int) and index >= 0 and isinstance(body.get("previous"), str)):
         return None, "it has no place in the chain"
     if body.get("hash") != _hash({key: body[key] for key in body if key != "hash"}):
         return None, "its content does not have the hash that it states"
@@ -107,7 +105,7 @@ def _link_problem(
         )
     if index > position:
         if any(later and later["index"] == position for later in bodies[number:]):
-            return f"Line {number} was moved: it was written as line {index + 1}."
+            return f"Lines were reordered: line {number} was written as line {index + 1}."
         return f"Line {number} was removed: the one now in its place was line {index + 1}."
     copied = bodies[index]
     if copied and copied["hash"] == body["hash"]:
@@ -140,8 +138,8 @@ def encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
-        if list(value) == ["float"] and value["float"] in _NOT_FINITE:
-            return _NOT_FINITE[value["float"]]
+        if list(value) == ["float"] and isinstance(value["float"], str):
+            return _NOT_FINITE.get(value["float"], value)
         return {key: _decode(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_decode(entry) for entry in value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,12 +121,11 @@ def _order(measurement: dict[str, Any]) -> float:
 def _refuse_a_bound_that_cannot_fail(name: str, bound: dict[str, Any]) -> None:
     kind, limit = next(iter(bound.items()))
     if kind == "equal":
-        limits, numeric = [], True
-    else:
-        limits = limit if kind == "within" else [limit]
-        numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in limits)
+        return
+    limits: list[Any] = limit if kind == "within" else [limit]
+    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in limits)
     ordered = kind != "within" or (len(limits) == 2 and numeric and limits[0] <= limits[1])
-    if not numeric or not ordered or any(v != v or abs(v) == float("inf") for v in limits):
+    if not numeric or not ordered or not all(map(math.isfinite, limits)):
         raise ValueError(f"check {name!r}: {kind}={limit!r} is no bound; give finite numbers")
 
 

@@ -12,9 +12,20 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "torch torch_npu triton tilelang numpy pytest pytest-xdist hypothesis transformers "
-    "liger-kernel datasets tokenizers safetensors"
-).split()
+    "torch",
+    "torch_npu",
+    "triton",
+    "tilelang",
+    "numpy",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "transformers",
+    "liger-kernel",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+)
 
 
 def describe_environment(folder: Path) -> dict[str, Any]:

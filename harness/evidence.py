@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.chain import GENESIS, canonical, decode, first_problem, seal, split
+from harness.chain import GENESIS, canonical, decode, first_problem, seal
 
 EVIDENCE_FILE = "evidence.jsonl"
 
@@ -114,14 +114,15 @@ def read(directory: Path | str) -> list[dict[str, Any]]:
 
 
 def read_lines(directory: Path | str) -> list[bytes]:
-    """The lines of a folder's evidence as they are, unchecked.
+    """The lines of a folder's evidence as they are, with their ends, unchecked.
 
     Raises:
         EvidenceError: no evidence or not readable.
     """
     path = Path(directory) / EVIDENCE_FILE
     try:
-        lines = split(path.read_bytes())
+        with path.open("rb") as file:
+            lines = file.readlines()
     except FileNotFoundError as error:
         raise EvidenceError(f"{directory} holds no {EVIDENCE_FILE}; name a run's folder") from error
     except OSError as error:

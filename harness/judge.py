@@ -106,8 +106,9 @@ def _tell_pytest(report: pytest.TestReport, record: dict[str, Any]) -> None:
 
 def explain(record: dict[str, Any]) -> str:
     """One sentence on a record that is not as required."""
-    verdict, reason, variant = record["verdict"], record["reason"], record.get("variant")
+    verdict, reason = record["verdict"], record["reason"]
     where = place(record)
+    variant = record.get("variant", {})
     if record["kind"] == "fault":
         how = "was not caught" if verdict == "PASS" else f"crashed instead of failing: {reason}"
         return f"MISSED: the fault {variant['name']} ({variant['summary']}) {how} by {where}"

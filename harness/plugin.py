@@ -10,7 +10,6 @@ import importlib.util
 import re
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -91,9 +90,9 @@ def gate_of(item: pytest.Item) -> Gate | None:
     return getattr(getattr(item, "function", None), "gate", None)
 
 
-def gate_name(definition: pytest.Item | Any) -> str:
+def gate_name(item: pytest.Item) -> str:
     """``file::function``, as faults name it."""
-    return f"{definition.path.stem}::{definition.originalname}"
+    return f"{item.path.stem}::{getattr(item, 'originalname', item.name)}"
 
 
 @pytest.hookimpl(trylast=True)  # after the gate's own parameters: the variant comes last in the id

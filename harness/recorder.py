@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from harness.evidence import EvidenceWriter
 
 RUN = pytest.StashKey["Run"]()
-COLLECTED = pytest.StashKey[dict[str, Any]]()
+COLLECTED = pytest.StashKey[dict[str, int]]()
 GATE_ID = re.compile(r"(.*/)?(m[0-6]_\w+)\.py::(\w+)(\[.*\])?")
 
 
@@ -73,13 +73,13 @@ class Run:
         try:
             self.evidence.append(record)
         except EvidenceError as error:
-            pytest.exit(f"the evidence cannot be written: {error}", returncode=3)
+            pytest.exit(f"the evidence cannot be written: {error}")
 
     def finish(self, exitstatus: int) -> int:
         """Judge the run, close the evidence, render the report; return the exit status."""
         from harness.evidence import EvidenceError
         from harness.report import render
-        from harness.verdict import exit_status, run_verdict
+        from harness.verdict import EXIT_INCOMPLETE, exit_status, run_verdict
 
         if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             self.errors.append("pytest met an internal error")
@@ -103,8 +103,9 @@ class Run:
             self.evidence.close()
             render(self.evidence.path.parent)
         except (EvidenceError, OSError) as error:
-            self.problems.append(f"the evidence is not complete: {error}")
-            status = status or 3
+            self.problems.append(f"The evidence is not complete: {error}")
+            self.verdict = "FAILED" if self.verdict == "FAILED" else "INCOMPLETE"
+            status = status or EXIT_INCOMPLETE
         return status
 
 
@@ -145,19 +146,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -k, -m and --lf look at the items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     drop_unmeant_cases(items)
-    config.stash[COLLECTED] = {"collected": _count(items)}
+    config.stash[COLLECTED] = _count(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    selection = session.config.stash.get(COLLECTED, {"collected": {}})
     counts = _count(session.items)
-    selection.update(milestones=counts, selected=sum(counts.values()))
+    selection: dict[str, Any] = {
+        "collected": session.config.stash.get(COLLECTED, counts),
+        "milestones": counts,
+        "selected": sum(counts.values()),
+    }
     if _is_worker(session.config):
         session.config.workeroutput["selection"] = selection  # type: ignore[attr-defined]
-    elif counts or RUN in session.config.stash:
-        run = _begin(session.config)
-        if run:
-            run.selection = selection
+    else:
+        _select(session.config, selection)
 
 
 def _count(items: list[pytest.Item]) -> dict[str, int]:
@@ -172,18 +174,23 @@ def _count(items: list[pytest.Item]) -> dict[str, int]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    gates = [name for name in ids if GATE_ID.fullmatch(name)]
-    if gates or RUN in node.config.stash:
-        run = _begin(node.config)
-        if run:
-            run.selection = {"selected": len(gates)}
+    num_gates = sum(bool(GATE_ID.fullmatch(name)) for name in ids)
+    _select(node.config, {"collected": {}, "selected": num_gates})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     selection = getattr(node, "workeroutput", {}).get("selection")
-    if selection and RUN in node.config.stash:
-        node.config.stash[RUN].selection = selection
+    if selection:
+        _select(node.config, selection)
+
+
+def _select(config: pytest.Config, selection: dict[str, Any]) -> None:
+    """Begin the run if there are gates, and tell it how many were selected."""
+    if selection["collected"] or selection["selected"] or RUN in config.stash:
+        run = _begin(config)
+        if run:
+            run.selection = selection
 
 
 class _Reports:

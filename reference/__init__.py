@@ -1,0 +1,1 @@
+"""What training means, in plain torch: slow, obvious, any float dtype."""

@@ -1,0 +1,49 @@
+"""Bytes as tokens: nothing to train, nothing that cannot be written, nothing lost."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class ByteTokenizer:
+    """Token i is the byte i, for i in 0..255; token 256 ends a document (EOS).
+
+    There is no special text: the bytes `<eos>` are five tokens. Encoding does not depend on how the
+    text is cut, and a byte token stands for one byte, so n tokens of text are n bytes.
+    """
+
+    vocabulary_size = 257
+    eos = 256
+
+    def encode(self, data: bytes) -> Tensor:
+        """[len(data)] int64, one token a byte."""
+        return torch.tensor(list(data), dtype=torch.int64)
+
+    def encode_document(self, data: bytes) -> Tensor:
+        """[len(data) + 1] int64: the bytes, then EOS."""
+        return torch.tensor([*data, self.eos], dtype=torch.int64)
+
+    def encode_documents(self, documents: Iterable[bytes]) -> list[Tensor]:
+        """Each document with its EOS."""
+        return [self.encode_document(data) for data in documents]
+
+    def decode(self, tokens: Tensor) -> bytes:
+        """The bytes of one document; an EOS at its end adds none. The inverse of both encodings.
+
+        Raises ValueError for tokens that are not [n] integers, a token outside 0..256, or an EOS
+        before the end: that is more than one document.
+        """
+        if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
+            raise ValueError(
+                f"tokens must be one row of integers, got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        values: list[int] = tokens.tolist()
+        if values and values[-1] == self.eos:
+            values.pop()
+        for place, value in enumerate(values):
+            if value == self.eos:
+                raise ValueError(f"token {place} is EOS, before the end; decode one document")
+            if not 0 <= value < self.eos:
+                raise ValueError(f"token {place} is {value}; byte tokens are 0..{self.eos}")
+        return bytes(values)

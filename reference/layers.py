@@ -1,0 +1,90 @@
+"""What both model families are built from: parameters with a role of the stack to use them."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` in `dtype`, or as it is for None: how a parameter enters a computation."""
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+class Linear(nn.Module):
+    """y = stack.linear(x, weight, bias), weights cast to `compute_dtype` where they are used.
+
+    weight [out_features, in_features] ~ Normal(0, std^2); bias, if any, starts at zero.
+    """
+
+    def __init__(
+        self, stack: Any, in_features: int, out_features: int, *, bias: bool, std: float,
+        compute_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.stack, self.std, self.compute_dtype = stack, std, compute_dtype
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else cast(self.bias, self.compute_dtype)
+        y: Tensor = self.stack.linear(x, cast(self.weight, self.compute_dtype), bias)
+        return y
+
+
+class Embedding(nn.Module):
+    """Row `ids` of weight [num_rows, width] ~ Normal(0, std^2), cast to `compute_dtype`."""
+
+    def __init__(
+        self, num_rows: int, width: int, *, std: float, compute_dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.std, self.compute_dtype = std, compute_dtype
+        self.weight = nn.Parameter(torch.empty(num_rows, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return cast(F.embedding(ids, self.weight), self.compute_dtype)
+
+
+def checked_positions(
+    input_ids_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None, limit: int
+) -> Tensor:
+    """Positions [B, T], which are 0, 1, ... T-1 in every row for None.
+
+    Raises ValueError if the ids are not [B, T], if positions or documents have another shape, or if
+    a position is outside [0, limit).
+    """
+    if input_ids_BT.ndim != 2:
+        raise ValueError(f"input_ids must be [B, T], got {list(input_ids_BT.shape)}")
+    for name, tensor in (("positions", positions_BT), ("documents", documents_BT)):
+        if tensor is not None and tensor.shape != input_ids_BT.shape:
+            raise ValueError(
+                f"{name} must be {list(input_ids_BT.shape)} like input_ids, got "
+                f"{list(tensor.shape)}"
+            )
+    num_tokens = input_ids_BT.shape[1]
+    if num_tokens > limit:
+        raise ValueError(
+            f"max_positions {limit} does not cover a row of {num_tokens} tokens; shorten the rows "
+            f"or raise it"
+        )
+    if positions_BT is None:
+        return torch.arange(num_tokens, device=input_ids_BT.device).expand_as(input_ids_BT)
+    if not positions_BT.is_meta and positions_BT.numel():
+        low, high = (int(x) for x in positions_BT.aminmax())
+        if low < 0 or high >= limit:
+            raise ValueError(
+                f"positions must lie in [0, {limit}) (max_positions), got {low} to {high}"
+            )
+    return positions_BT

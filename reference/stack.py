@@ -1,0 +1,64 @@
+"""The reference stack: every role and the plain PyTorch that says what it means.
+
+The signatures of these functions are the signatures of the roles.
+"""
+
+from reference.data.batches import batches, shuffle
+from reference.data.labels import make_labels
+from reference.data.pack import pack
+from reference.evaluate import evaluate
+from reference.ledger.flops import training_flops
+from reference.ledger.memory import kv_cache_bytes, training_memory
+from reference.ledger.parameters import parameter_count, rotary_frequencies
+from reference.ledger.time import (
+    hardware_flops_utilization,
+    model_flops_utilization,
+    throughput,
+    token_counts,
+    training_time,
+)
+from reference.ledger.windows import count_targets, plan_windows, window_rows
+from reference.loss import token_nll
+from reference.model import build_model
+from reference.ops import attention, linear, rms_norm, rope, swiglu
+from reference.optimizer import clip_grad_norm, optimizer_step, param_groups
+from reference.schedule import learning_rate
+from reference.train import train
+from reference.update import accumulate, update_window
+
+OPERATORS = {
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "attention": attention,
+    "swiglu": swiglu,
+    "linear": linear,
+    "token_nll": token_nll,
+}
+TRAINING = {
+    "build_model": build_model,
+    "accumulate": accumulate,
+    "clip_grad_norm": clip_grad_norm,
+    "param_groups": param_groups,
+    "optimizer_step": optimizer_step,
+    "learning_rate": learning_rate,
+    "update_window": update_window,
+    "train": train,
+    "evaluate": evaluate,
+}
+DATA = {"make_labels": make_labels, "pack": pack, "shuffle": shuffle, "batches": batches}
+LEDGER = {
+    "parameter_count": parameter_count,
+    "rotary_frequencies": rotary_frequencies,
+    "training_memory": training_memory,
+    "kv_cache_bytes": kv_cache_bytes,
+    "training_flops": training_flops,
+    "training_time": training_time,
+    "model_flops_utilization": model_flops_utilization,
+    "hardware_flops_utilization": hardware_flops_utilization,
+    "token_counts": token_counts,
+    "throughput": throughput,
+    "plan_windows": plan_windows,
+    "window_rows": window_rows,
+    "count_targets": count_targets,
+}
+ROLES = {**OPERATORS, **TRAINING, **DATA, **LEDGER}

@@ -1,0 +1,121 @@
+"""Window and Microbatch: shapes are checked, splitting and trimming lose nothing by accident."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference.loss import NO_TARGET
+from reference.window import Microbatch, Window
+
+
+def microbatch(num_rows=3, num_tokens=4, documents=True, num_bytes=None):
+    shape = (num_rows, num_tokens)
+    ids = torch.arange(num_rows * num_tokens).view(shape)
+    labels = ids.clone()
+    labels[:, -1] = NO_TARGET
+    places = torch.arange(num_tokens).expand(shape)
+    owners = torch.arange(num_rows).int()[:, None].expand(shape) if documents else None
+    return Microbatch(ids, labels, places, owners, num_bytes)
+
+
+def test_counts_are_of_positions_and_of_labels():
+    window = Window((microbatch(3), microbatch(2)))
+    assert (window.num_rows, window.num_tokens, window.num_targets) == (5, 20, 15)
+
+
+@pytest.mark.parametrize("name", ["labels", "positions", "documents"])
+def test_differing_shapes_are_refused(name):
+    good = microbatch()
+    fields = {
+        "input_ids": good.input_ids,
+        "labels": good.labels,
+        "positions": good.positions,
+        "documents": good.documents,
+    }
+    fields[name] = fields[name][:, :-1]
+    with pytest.raises(ValueError, match=rf"Microbatch\.{name} has shape"):
+        Microbatch(**fields)
+
+
+def test_one_dimension_is_refused():
+    row = torch.arange(4)
+    with pytest.raises(ValueError, match=r"must be \[rows, tokens\]"):
+        Microbatch(row, row, row)
+
+
+def test_an_empty_window_is_refused():
+    with pytest.raises(ValueError, match="at least one Microbatch"):
+        Window(())
+
+
+@given(num_rows=st.integers(1, 12), data=st.data())
+def test_a_split_keeps_all_rows_in_order_and_nearly_equal(num_rows, data):
+    k = data.draw(st.integers(1, num_rows))
+    window = Window((microbatch(num_rows),))
+    parts = window.split(k).microbatches
+    counts = [part.num_rows for part in parts]
+    assert len(parts) == k and max(counts) - min(counts) <= 1
+    for name in ("input_ids", "labels", "positions", "documents"):
+        joined = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(joined, getattr(window.microbatches[0], name))
+
+
+def test_a_split_goes_across_microbatches():
+    window = Window((microbatch(3), microbatch(2))).split(1)
+    assert [m.num_rows for m in window.microbatches] == [5]
+
+
+@pytest.mark.parametrize("k", [0, -1, 4])
+def test_a_split_into_more_parts_than_rows_is_refused(k):
+    with pytest.raises(ValueError, match="cannot be split into"):
+        Window((microbatch(3),)).split(k)
+
+
+def test_rows_of_different_lengths_do_not_split():
+    with pytest.raises(ValueError, match=r"different lengths \[4, 5\]"):
+        Window((microbatch(2, 4), microbatch(2, 5))).split(2)
+
+
+def test_documents_for_some_microbatches_only_do_not_split():
+    with pytest.raises(ValueError, match="documents are given for some"):
+        Window((microbatch(), microbatch(documents=False))).split(2)
+
+
+def test_the_bytes_of_a_part_are_not_made_up():
+    window = Window((microbatch(4, num_bytes=12),))
+    assert window.split(1).microbatches[0].num_bytes == 12
+    assert [m.num_bytes for m in window.split(2).microbatches] == [None, None]
+
+
+@given(kept=st.integers(0, 15))
+def test_trim_keeps_the_first_targets_and_every_input(kept):
+    window = Window((microbatch(3), microbatch(2)))
+    trimmed = window.trim(kept)
+    targets, left = (
+        torch.cat([m.labels[m.labels != NO_TARGET] for m in each.microbatches])
+        for each in (window, trimmed)
+    )
+    assert torch.equal(left, targets[:kept])
+    assert trimmed.num_tokens == window.num_tokens
+    for old, new in zip(window.microbatches, trimmed.microbatches, strict=True):
+        assert torch.equal(old.input_ids, new.input_ids)
+
+
+def test_trim_leaves_the_original_alone():
+    window = Window((microbatch(),))
+    window.trim(1)
+    assert window.num_targets == 9
+
+
+@pytest.mark.parametrize("kept", [-1, 10])
+def test_trim_to_more_than_there_is_is_refused(kept):
+    with pytest.raises(ValueError, match="cannot trim a window of 9 targets"):
+        Window((microbatch(),)).trim(kept)
+
+
+def test_to_moves_every_tensor():
+    moved = Window((microbatch(), microbatch(documents=False))).to("meta")
+    for part in moved.microbatches:
+        tensors = (part.input_ids, part.labels, part.positions, part.documents)
+        assert {t.device.type for t in tensors if t is not None} == {"meta"}
