@@ -9,11 +9,11 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 .PHONY: gates test lint lock clean
 
 gates: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "M0 or M1 or M2" --no-faults -n $(WORKERS)
+	$(BIN)/pytest -m "M0 or M1 or M2" --no-faults -n $(WORKERS)
 
 test: $(READY) lint
 	$(BIN)/pytest tests -n $(WORKERS) -q
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "M0 or M1 or M2" -n $(WORKERS)
+	$(BIN)/pytest -m "M0 or M1 or M2" -n $(WORKERS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

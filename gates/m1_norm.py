@@ -45,7 +45,7 @@ def test_values(stack, dtype, scale, rng, device, check):
 
 
 @gate(
-    claim="16-bit outputs are the exact values rounded once, with a gain that is not rounded before",
+    claim="16-bit outputs are the exact values rounded once; a gain of 32 bits is not rounded",
     roles=["rms_norm"],
     not_claimed="the gradients of 16-bit inputs",
     source="google/gemma_pytorch PR#67 (the gain before the cast), ggml-org/llama.cpp PR#5810 (a "
@@ -60,7 +60,7 @@ def test_one_rounding(stack, gain, rng, device, check):
     want = formula(x, weight, EPSILON).bfloat16()
     differing = (got.cpu() != want).double().mean()
     check("share of outputs that are not the nearest", differing, at_most=0.01,
-          because="float32 arithmetic crosses a tie in 1 of 1000; a second rounding moves 24 %")  # fmt: skip
+          because="float32 crosses a tie in 1 of 1000; a second rounding moves 24 %")  # fmt: skip
 
 
 @gate(

@@ -126,6 +126,8 @@ def test_document_numbers(stack, policy, check, for_all):
         check("tokens with another document's number", wrong, equal=0, because="exact")
         lost = set(owner) - set(rows.tokens[real].tolist())
         check("tokens that are in no row", len(lost), equal=0, because="exact")
+        again = sum(repeated(row[own].tolist()) for row, own in zip(rows.tokens, real, strict=True))
+        check("tokens that a row holds twice", again, equal=0, because="padding has no document")
         labels = stack.make_labels(rows.tokens, rows.documents, policy)
         asked = int((labels[~real] != NO_TARGET).sum())
         check("targets asked of padding", asked, equal=0, because="padding predicts nothing")

@@ -44,13 +44,13 @@ def test_relative(stack, theta, rng, device, check):
     size = float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
     angle = 2 * max(POSITIONS) * torch.finfo(dtype).eps
     for difference in differences:
-        k_positions = torch.tensor([starts], device=device)
-        turned_q, turned_k = stack.rope(q, k, k_positions + difference, theta)[0], None
-        turned_k = stack.rope(q, k, k_positions, theta)[1]
+        positions = torch.tensor([starts], device=device)
+        turned_q, _ = stack.rope(q, k, positions + difference, theta)
+        _, turned_k = stack.rope(q, k, positions, theta)
         scores_BTK = (turned_q[:, :, :2] * turned_k).sum(-1)
         spread = (scores_BTK - scores_BTK[:, :1]).abs().max() / size
         check("change of q.k with both positions shifted", spread, at_most=4 * angle,
-              because="angles are rounded at 2 * 32767 eps; a wrong layout changes it by 0.05")  # fmt: skip
+              because="angles are rounded at 2 * 32767 eps; a wrong layout gives 0.05")  # fmt: skip
         for name, x, y in (("q", q, turned_q), ("k", k, turned_k)):
             stretch = (y.norm(dim=-1) / x.norm(dim=-1) - 1).abs().max()
             check(f"change of a length of {name}", stretch, at_most=64 * torch.finfo(dtype).eps,
@@ -128,4 +128,4 @@ def test_model(stack, family, rng, device, check):
     got = model(input_ids.to(device), positions.to(device))
     want = toys.oracle(model)(input_ids, positions)
     check("relative error", relative_error(got, want), at_most=64 * toys.rounding(got.dtype),
-          because="the reference with the same parameters; theta 1e4 for 5e5 gives 0.1")  # fmt: skip
+          because="the reference with the same parameters")  # fmt: skip

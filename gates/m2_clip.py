@@ -20,16 +20,13 @@ CLIP_TOLERANCE = 3e-6
 CLIP_BECAUSE = "float32, and the 1e-6 that torch adds to the norm of at least 1"
 
 
-def parameters_with(rng, device, norm, dtype=torch.float32):
+def parameters_with(rng, device, norm):
     """Parameters whose gradients have this norm together; the last has no gradient."""
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in (*SHAPES, (4,))]
-    for parameter in parameters[:-1]:
-        parameter.grad = torch.randn(parameter.shape, generator=rng).to(dtype)
-    raw = torch.cat([p.grad.flatten() for p in parameters[:-1]]).double().norm()
-    for parameter in parameters[:-1]:
-        parameter.grad = (parameter.grad * (norm / raw)).to(device)
-        parameter.data = parameter.data.to(device)
-    parameters[-1].data = parameters[-1].data.to(device)
+    gradients = [torch.randn(shape, generator=rng) for shape in SHAPES]
+    raw = torch.cat([gradient.flatten() for gradient in gradients]).double().norm()
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in (*SHAPES, (4,))]
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        parameter.grad = (gradient * (norm / raw)).float().to(device)
     return parameters
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from gates import toys
 from reference.config import CharGPTConfig, DecoderConfig
+from reference.loss import NO_TARGET
 from reference.stack import ROLES
-from reference.window import Microbatch
+from reference.window import Microbatch, Window
 
 # 8 query heads read 2 key/value heads, so that tiled and repeated heads differ; heads times their
 # width is not the model's width.
@@ -170,3 +171,20 @@ def loss_above_chance(
         optimizer.step()
         losses.append(float(nll_sum.detach() / num_targets) - math.log(vocabulary_size))
     return losses
+
+
+def labelled_window(rng: torch.Generator, documents_BT: Tensor) -> Window:
+    """One microbatch of random rows; every token but a row's last has a random target."""
+    input_ids_BT = random_ids(rng, *documents_BT.shape)
+    labels_BT = random_ids(rng, *documents_BT.shape)
+    labels_BT[:, -1] = NO_TARGET
+    positions_BT = restarted_positions(documents_BT)
+    return Window((Microbatch(input_ids_BT, labels_BT, positions_BT, documents_BT),))
+
+
+def without_gradient(family: str) -> tuple[str, ...]:
+    """Endings of parameters whose gradient is zero but for rounding.
+
+    A bias of the keys adds the same to all scores of a query unless positions rotate it.
+    """
+    return ("k_proj.bias",) if family == "chargpt" else ("no such parameter",)

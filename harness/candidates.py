@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from harness.contract import Role, Stack
 from harness.devices import Device, find, force_numerics
@@ -137,6 +139,9 @@ def load_trial(config: pytest.Config) -> Trial:
     folder = str(config.invocation_params.dir)
     if folder not in sys.path:  # a candidate in the current folder, as `python -m` would find it
         sys.path.insert(0, folder)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers:  # the workers share the cores instead of each asking for all of them
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     reference = load_reference(config.getini("touchstone_reference"))
     stack, origins = load_candidates(config.getoption("--candidate"), reference)
     device = find(config.getoption("--device"))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,6 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted; the model was not kept", file=sys.stderr)
+        return 130
     order = torch.arange(held_out_rows.num_rows)
     score = stack.evaluate(
         result.model, (window.to(options.device) for window in _windows(held_out_rows, order))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from reference.optimizer import AdamState, Group, require_one_process
@@ -122,9 +122,9 @@ def update_window(
     if stats.num_targets == 0:
         skipped = "no targets in the window"
     else:
-        norm = stack.clip_grad_norm(_parameters(training.groups), settings.max_norm, None)
-        grad_norm = float(norm)
-        if not torch.isfinite(norm):
+        parameters = _parameters(training.groups)
+        grad_norm = float(stack.clip_grad_norm(parameters, settings.max_norm, None))
+        if not math.isfinite(grad_norm):
             skipped = f"gradient norm is {grad_norm}"
     if skipped is None:
         counters = replace(
