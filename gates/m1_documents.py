@@ -13,15 +13,16 @@ from reference.window import Microbatch
 
 FAMILIES = pytest.mark.parametrize("family", probes.FAMILIES)
 SCALES = pytest.mark.parametrize("scale", [1.0, 3e5], ids=["scores-1", "scores-1e5"])
-# Rows are cut at different places; ids are names, in no order, and one document is one token long.
-LENGTHS = [[7, 1, 12, 4], [3, 9, 2, 10]]
-NAMES = [[7, 0, 900_000, 3], [1, 2, 0, 5]]
+# Rows are cut at different places, the first nowhere; ids are names, in no order, and one document
+# is one token long.
+LENGTHS = [[24], [7, 1, 12, 4], [3, 9, 2, 10]]
+NAMES = [[1], [7, 0, 900_000, 3], [1, 2, 0, 5]]
 NUM_TOKENS = 24
 
 
 def random_inputs(rng, device, scale=1.0):
     q, k, v = (
-        probes.random_heads(rng, device, rows=2, tokens=NUM_TOKENS, heads=n, width=16)
+        probes.random_heads(rng, device, rows=3, tokens=NUM_TOKENS, heads=n, width=16)
         for n in (8, 2, 2)
     )
     return [(q * scale).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
@@ -84,12 +85,17 @@ def test_ids_are_names(stack, rng, device, check):
     want = stack.attention(*inputs, probes.documents_of(LENGTHS, NAMES).to(device)).clone()
     because = "ids are compared with each other and with nothing else"
     bound = toys.rounding(want.dtype)
-    for names in ([[0, 1, 2, 3]] * 2, [[3, 2, 1, 0]] * 2, [[1, 0, -1, -100], [5, 6, 5000, 8]]):
+    upwards, downwards = [0, 1, 2, 3], [3, 2, 1, 0]
+    for names in (
+        [[0], upwards, upwards],
+        [[1], downwards, downwards],
+        [[-1], [1, 0, -1, -100], [5, 6, 5000, 8]],
+    ):
         got = stack.attention(*inputs, probes.documents_of(LENGTHS, names).to(device))
         check("change by other ids", relative_error(got, want), at_most=bound, because=because)
     absent = stack.attention(*inputs, None).clone()
     for name in (0, 1, -1, 77):
-        one = torch.full((2, NUM_TOKENS), name, dtype=torch.int32, device=device)
+        one = torch.full((3, NUM_TOKENS), name, dtype=torch.int32, device=device)
         error = relative_error(stack.attention(*inputs, one), absent)
         check("one id everywhere against none", error, at_most=bound, because=because)
 
@@ -108,7 +114,7 @@ def test_replaced_document(stack, family, mode, rng, device, check):
     documents_BT = probes.documents_of(LENGTHS, NAMES)
     positions = probes.restarted_positions(documents_BT).to(device)
     documents = documents_BT.to(device)
-    input_ids = probes.random_ids(rng, 2, NUM_TOKENS).to(device)
+    input_ids = probes.random_ids(rng, 3, NUM_TOKENS).to(device)
     before = model(input_ids, positions, documents).detach()
     for row, start, end in spans():
         replaced = input_ids.clone()
@@ -134,7 +140,7 @@ def test_document_alone(stack, family, rng, device, check):
     model = probes.built(stack, family, device, rng)
     documents_BT = probes.documents_of(LENGTHS, NAMES)
     positions = probes.restarted_positions(documents_BT).to(device)
-    input_ids = probes.random_ids(rng, 2, NUM_TOKENS).to(device)
+    input_ids = probes.random_ids(rng, 3, NUM_TOKENS).to(device)
     packed = model(input_ids, positions, documents_BT.to(device)).detach()
     for row, start, end in spans():
         alone = model(input_ids[row : row + 1, start:end]).detach()[0]
@@ -181,7 +187,7 @@ def repeated_documents(rng, vocabulary_size):
     input_ids = torch.randint(vocabulary_size, (16, half), generator=rng).repeat(1, 2)
     labels = torch.full_like(input_ids, NO_TARGET)
     labels[:, half:-1] = input_ids[:, half + 1 :]
-    documents = torch.arange(2, dtype=torch.int32).repeat_interleave(half).expand(16, -1)
+    documents = torch.tensor([3, 8]).int().repeat_interleave(half).expand(16, -1)
     positions = torch.arange(half).repeat(2).expand(16, -1)
     return Microbatch(input_ids, labels, positions, documents)
 

@@ -68,7 +68,7 @@ def test_one_rounding(stack, gain, rng, device, check):
     "transposed and expanded inputs and cotangents, for an odd number of rows, next to a residual",
     roles=["rms_norm"],
     not_claimed="bitwise reproducible reductions",
-    source="FlagOpen/FlagGems PR#1084 (strides of dy), linkedin/Liger-Kernel#370 (dx written into "
+    source="flagos-ai/FlagGems PR#1084 (strides of dy), linkedin/Liger-Kernel#370 (dx written into "
     "dy), BobMcDear/attorch#18 (the last block of rows lost)",
 )
 @pytest.mark.parametrize("layout", ["contiguous", "sliced", "transposed", "expanded"])

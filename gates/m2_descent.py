@@ -32,11 +32,12 @@ def draw_seed(rng):
     return int(torch.randint(2**31, (), generator=rng))
 
 
-def training_windows(stack, documents, row_tokens, num_windows, rows_a_microbatch, seed):
-    """The first windows of an epoch: packed, shuffled, two microbatches each."""
+def training_windows(stack, documents, row_tokens, num_windows, seed, num_microbatches=1):
+    """The first windows of an epoch: packed, shuffled, eight rows each."""
     rows = stack.pack(documents, row_tokens, "pad")
-    order = stack.shuffle(len(rows.tokens), seed, 0)[: num_windows * 2 * rows_a_microbatch]
-    return list(stack.batches(rows, order, stack.make_labels, "inside", rows_a_microbatch, 2))
+    order = stack.shuffle(len(rows.tokens), seed, 0)[: 8 * num_windows]
+    sizes = 8 // num_microbatches, num_microbatches
+    return list(stack.batches(rows, order, stack.make_labels, "inside", *sizes))
 
 
 def train(stack, config, windows, peak, decay, seed, device):
@@ -71,7 +72,9 @@ def test_descent(stack, corpus, rng, device, check):
         texts = [document.data for document in python_documents(max_bytes=400_000)]
     else:
         texts = [document.text for document in language_documents("hard", "train", 1500, seed)]
-    windows = training_windows(stack, tokenizer.encode_documents(texts), 128, 100, 4, seed)
+    windows = training_windows(
+        stack, tokenizer.encode_documents(texts), 128, 100, seed, num_microbatches=2
+    )
     records = train(stack, MODEL, windows, 6e-3, 0.0, seed, device).records
     losses = [record.loss_nats for record in records]
     check.series(f"training loss, {corpus}", losses)
@@ -105,9 +108,8 @@ def test_language(stack, rng, device, check):
     easy = language("easy")
     train_texts = [document.text for document in language_documents("easy", "train", 3200, seed)]
     held_out = [document.text for document in language_documents("easy", "held_out", 400, seed)]
-    windows = training_windows(
-        stack, tokenizer.encode_documents(train_texts), easy.max_bytes, 250, 4, seed
-    )
+    encoded = tokenizer.encode_documents(train_texts)
+    windows = training_windows(stack, encoded, easy.max_bytes, 250, seed)
     result = train(stack, MODEL, windows, 8e-3, 0.3, seed, device)
     check.series("training loss, easy language", [record.loss_nats for record in result.records])
 
@@ -155,7 +157,7 @@ def test_language(stack, rng, device, check):
 )
 @pytest.mark.parametrize("documents", ["fresh", "repeated"])
 def test_random_tokens(stack, documents, rng, device, check):
-    vocabulary, length, a_row, num_updates, rows_a_microbatch = 16, 16, 4, 100, 4
+    vocabulary, length, a_row = 16, 16, 4
     config = replace(
         MODEL,
         vocabulary_size=vocabulary,
@@ -167,12 +169,10 @@ def test_random_tokens(stack, documents, rng, device, check):
         initializer_std=0.1,
     )
     texts = []
-    for _ in range(num_updates * 2 * rows_a_microbatch + 1):
+    for _ in range(8 * 100):
         fresh = torch.randint(vocabulary, (a_row, length), generator=rng)
         texts += list(fresh if documents == "fresh" else fresh[:1].expand(a_row, length))
-    rows = stack.pack(texts, a_row * length, "pad")
-    order = torch.arange(num_updates * 2 * rows_a_microbatch)
-    windows = list(stack.batches(rows, order, stack.make_labels, "inside", rows_a_microbatch, 2))
+    windows = training_windows(stack, texts, a_row * length, 100, draw_seed(rng))
     losses = [
         record.loss_nats
         for record in train(stack, config, windows, 1e-2, 0.0, draw_seed(rng), device).records

@@ -117,8 +117,8 @@ def test_error_does_not_grow(stack, rng, device, check):
     check(
         "error at 32 microbatches / at 1",
         errors[-1] / errors[0],
-        at_most=1.3,
-        because="0.95 to 1.06 over seeds; rounding each sum to bfloat16 gives 1.6 and more",
+        at_most=1.2,
+        because="0.95 to 1.08 over 68 seeds; sums kept in bfloat16 give 1.36 to 1.92",
     )
 
 

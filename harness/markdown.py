@@ -31,6 +31,10 @@ def escape(text: str) -> str:
     return SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
+def _label(report: Report) -> str:
+    return " (simulated)" if report.simulated else ""
+
+
 def _notes(report: Report) -> list[str]:
     notes = []
     if report.allow_incomplete:
@@ -45,7 +49,7 @@ def _notes(report: Report) -> list[str]:
 def _ladder(report: Report) -> list[str]:
     lines = ["| milestone | state | |", "|---|---|---|"]
     for milestone in report.milestones:
-        state = milestone.state + (" (simulated)" if report.simulated and milestone.gates else "")
+        state = milestone.state + (_label(report) if milestone.gates else "")
         lines.append(f"| {milestone.name} | {state} | {escape(', '.join(milestone.tally))} |")
     return [*lines, ""]
 
@@ -54,7 +58,8 @@ def _problems(report: Report) -> list[str]:
     problems = report.grave_problems
     if not problems:
         return []
-    lines = ["## Problems", "", *(f"- {escape(text)}" for text in problems[:MOST_LINES])]
+    lines = ["## Problems", ""]
+    lines += [f"- {escape(text)}{_label(report)}" for text in problems[:MOST_LINES]]
     rest = len(problems) - MOST_LINES
     return [*lines, *([f"- and {rest} more"] if rest > 0 else []), ""]
 
@@ -71,7 +76,7 @@ def _failed(report: Report) -> list[str]:
 
 def _row(record: Record, report: Report) -> str:
     on = record["variant"]["name"] if record["kind"] != "gate" else report.on_trial
-    on += " (simulated)" if report.simulated else ""
+    on += _label(report)
     failed = [m for m in record["measurements"] if not m["passed"]] or record["measurements"][-1:]
     cells = [outcome(record), place(record), on]
     if failed:
@@ -88,7 +93,7 @@ def _not_run(report: Report) -> list[str]:
         return []
     lines = ["## Not run", ""]
     for reason, records in report.not_run.items():
-        lines.append(f"- {len(records)}: {escape(reason)}")
+        lines.append(f"- {len(records)}{_label(report)}: {escape(reason)}")
     return [*lines, ""]
 
 

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from harness import formatting
 from harness.chain import encode
 from harness.evidence import EvidenceError, read
-from harness.groups import Record, tightest
+from harness.groups import Record, distinct, tightest
 from harness.headline import headline
 from harness.junit import junit_xml
 from harness.markdown import summary_markdown
@@ -98,6 +98,7 @@ def report_html(report: Report) -> str:
         measured=formatting.measured,
         amount=formatting.amount,
         bar=bar,
+        distinct=distinct,
         is_as_required=is_as_required,
         outcome=outcome,
         place=place,

@@ -96,13 +96,11 @@ def means_as_sums(reference):
 
 
 @fault(role="train", caught_by=LANGUAGE, seen_in="own")
-def trains_on_the_first_windows_again(reference):
-    """An iterator that begins anew: all updates see the first ten windows."""
+def trains_on_one_window(reference):
+    """The data iterator begins anew at each update: the first window is learnt by heart."""
 
     def train(config, stack, windows, settings, **options):
-        first = list(windows)[:10]
-        windows = (first * len(windows))[: len(windows)]
-        return reference.train(config, stack, windows, settings, **options)
+        return reference.train(config, stack, [windows[0]] * len(windows), settings, **options)
 
     return train
 
@@ -111,23 +109,11 @@ def trains_on_the_first_windows_again(reference):
 def climbs(reference):
     """The step goes along the gradient, not against it."""
 
-    def optimizer_step(groups, state, learning_rate, betas, epsilon):
-        reference.optimizer_step(groups, state, -learning_rate, betas, epsilon)
-
-    return optimizer_step
-
-
-@fault(role="optimizer_step", caught_by=DESCENT, seen_in="own")
-def updates_the_head_only(reference):
-    """Only the vocabulary table is trained: byte frequencies are all that can be learnt."""
-
-    def optimizer_step(groups, state, learning_rate, betas, epsilon):
-        largest = max((p for group in groups for p in group["params"]), key=torch.numel)
+    def optimizer_step(groups, *arguments):
         for group in groups:
             for parameter in group["params"]:
-                if parameter is not largest:
-                    parameter.grad = None
-        reference.optimizer_step(groups, state, learning_rate, betas, epsilon)
+                parameter.grad = -parameter.grad
+        reference.optimizer_step(groups, *arguments)
 
     return optimizer_step
 

@@ -56,11 +56,14 @@ def hands_on_positions_only(reference):
 
 @fault(
     role="attention",
-    caught_by=["m1_causality::test_operator[scores-1-packed]",
-               "m1_causality::test_replaced_future[scores-1-packed]",
-               f"{DOCUMENTS}test_ids_are_names", f"{DOCUMENTS}test_operator_alone"],
-    seen_in="huggingface/transformers PR#46634",
-)  # fmt: skip
+    caught_by=[
+        "m1_causality::test_operator[scores-1-packed]",
+        "m1_causality::test_replaced_future[scores-1-packed]",
+        f"{DOCUMENTS}test_ids_are_names",
+        f"{DOCUMENTS}test_operator_alone",
+    ],
+    seen_in="own",
+)
 def drops_the_causal_flag_with_a_mask(reference):
     """A document mask replaces the causal mask instead of adding to it."""
 
@@ -73,12 +76,21 @@ def drops_the_causal_flag_with_a_mask(reference):
     return attention
 
 
-@fault(
-    role="attention", caught_by=[*OPERATOR, *MODEL, COPY], seen_in="huggingface/transformers#47342"
-)
+@fault(role="attention", caught_by=[*OPERATOR, *MODEL, COPY], seen_in="own")
 def reads_ids_as_a_padding_mask(reference):
     """Takes documents for an attention mask of ones: it sees all that are not 0."""
     return with_documents(reference, lambda documents: (documents != 0).int())
+
+
+@fault(role="attention", caught_by=[*OPERATOR, *MODEL], seen_in="huggingface/transformers PR#46634")
+def looks_for_documents_in_the_first_row(reference):
+    """A row without a boundary switches the document mask of the whole batch off."""
+
+    def attention(q, k, v, documents):
+        whole = documents is None or bool((documents[0] == documents[0, 0]).all())
+        return reference.attention(q, k, v, None if whole else documents)
+
+    return attention
 
 
 @fault(role="attention", caught_by=[*OPERATOR, *MODEL], seen_in="own")
@@ -90,7 +102,7 @@ def cuts_all_rows_like_the_first(reference):
 @fault(
     role="attention",
     caught_by=[*OPERATOR, f"{DOCUMENTS}test_ids_are_names"],
-    seen_in="huggingface/transformers PR#44911",
+    seen_in="own",
 )
 def takes_lengths_in_the_order_of_ids(reference):
     """Cumulative lengths from sorted ids, which are not the order of the documents."""
@@ -148,10 +160,13 @@ def masks_padding_from_itself(reference):
 
 @fault(
     role="attention",
-    caught_by=[f"{DOCUMENTS}test_ids_are_names", f"{DOCUMENTS}test_operator_alone",
-               "m1_causality::test_nothing_is_forgotten[packed]"],
+    caught_by=[
+        f"{DOCUMENTS}test_ids_are_names",
+        f"{DOCUMENTS}test_operator_alone",
+        "m1_causality::test_nothing_is_forgotten[packed]",
+    ],
     seen_in="own",
-)  # fmt: skip
+)
 def takes_id_0_for_padding(reference):
     """Outputs zeros for the document whose id is 0."""
 
@@ -164,10 +179,13 @@ def takes_id_0_for_padding(reference):
 
 @fault(
     role="build_model",
-    caught_by=[f"{DOCUMENTS}test_document_alone[chargpt]", "m1_positions::test_model",
-               "m1_model::test_values_and_gradients[chargpt]"],
+    caught_by=[
+        f"{DOCUMENTS}test_document_alone[chargpt]",
+        "m1_positions::test_model",
+        "m1_model::test_values_and_gradients[chargpt]",
+    ],
     seen_in="huggingface/nanoVLM PR#204",
-)  # fmt: skip
+)
 def lets_positions_run_on(reference):
     """The model counts positions from the row's start, whatever it is given."""
     return with_forward(reference, lambda forward, ids, _, documents: forward(ids, None, documents))
@@ -204,10 +222,13 @@ def leaking(reference):
 
 @fault(
     role="build_model",
-    caught_by=[f"m1_causality::test_layers[{family}-evaluation-{packed}]"
-               for family in ("decoder", "chargpt") for packed in ("row", "packed")],
+    caught_by=[
+        f"m1_causality::test_layers[{family}-evaluation-{packed}]"
+        for family in ("decoder", "chargpt")
+        for packed in ("row", "packed")
+    ],
     seen_in="huggingface/transformers#48745",
-)  # fmt: skip
+)
 def looks_ahead_in_evaluation_mode(reference):
     """One of two code paths lost its causal mask: that of evaluation."""
 
@@ -226,8 +247,10 @@ def looks_ahead_in_evaluation_mode(reference):
 
 
 @fault(
-    role="build_model", caught_by="m1_causality::test_layers", seen_in="huggingface/transformers#31673"
-)  # fmt: skip
+    role="build_model",
+    caught_by="m1_causality::test_layers",
+    seen_in="huggingface/transformers#31673",
+)
 def looks_ahead_in_every_second_layer(reference):
     """Only the layers in between lost their causal mask."""
 

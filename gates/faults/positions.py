@@ -63,9 +63,13 @@ def keeps_frequencies_in_bfloat16(reference):
 
 @fault(
     role="rope",
-    caught_by=[f"{VALUES}[torch.float32-theta-1e4]", f"{VALUES}[torch.float64-theta-1e4]", RELATIVE],
+    caught_by=[
+        RELATIVE,
+        f"{VALUES}[torch.float32-theta-1e4]",
+        f"{VALUES}[torch.float32-theta-1e6]",
+    ],
     seen_in="EleutherAI/gpt-neox#1003",
-)  # fmt: skip
+)
 def rounds_cosines_of_float32_inputs(reference):
     """Casts finished tables to bfloat16 although the heads are float32."""
 
@@ -123,10 +127,14 @@ def rotates_neighbours(reference):
 
 @fault(
     role="rope",
-    caught_by=[*(f"{VALUES}[torch.{dtype}-theta-1e6]" for dtype in ("float64", "float32", "bfloat16")),
-               MODEL],
+    caught_by=[
+        f"{VALUES}[torch.float64-theta-1e6]",
+        f"{VALUES}[torch.float32-theta-1e6]",
+        f"{VALUES}[torch.bfloat16-theta-1e6]",
+        MODEL,
+    ],
     seen_in="sgl-project/SpecForge#265",
-)  # fmt: skip
+)
 def rotates_with_the_default_theta(reference):
     """Ignores theta and takes 1e4."""
     return lambda q, k, positions, theta: reference.rope(q, k, positions, 1e4)
@@ -146,7 +154,7 @@ def loses_theta_from_the_configuration(reference):
     return build_model
 
 
-@fault(role="rope", caught_by=[RELATIVE, VALUES, GRADIENT, MODEL], seen_in="own")
+@fault(role="rope", caught_by=[VALUES, GRADIENT, MODEL], seen_in="own")
 def rotates_by_the_index(reference):
     """Takes the place in the row for the position."""
 
@@ -240,9 +248,7 @@ def rounds_tables_to_the_heads_dtype(reference):
     return rope
 
 
-@benign(
-    role="rope", accepted_by=EVERYWHERE, because="exp(-(2i/H) ln theta) is theta^(-2i/H)"
-)  # fmt: skip
+@benign(role="rope", accepted_by=EVERYWHERE, because="exp(-(2i/H) ln theta) is theta^(-2i/H)")
 def takes_frequencies_from_a_logarithm(reference):
     """Frequencies as an exponential."""
 

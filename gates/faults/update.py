@@ -74,8 +74,7 @@ def clips_scaled_gradients(reference):
 
         return {"clip_grad_norm": clip_grad_norm}
 
-    clipped = update_with(reference, changed_roles)
-    return lambda training, window, stack, settings: clipped(training, window, stack, settings)
+    return update_with(reference, changed_roles)
 
 
 @fault(role="update_window", caught_by=f"{CLIP}test_tied_norm", seen_in="own")

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from toy_evidence import failed_records, small, write
+from toy_evidence import small, write
+from toy_runs import failed_records
 
 from harness.__main__ import main
 from harness.false_alarms import false_alarms

@@ -1,33 +1,25 @@
 """Claims about the report: all of the evidence, nothing from outside, and never a false calm."""
 
 import json
-import math
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 from toy_evidence import (
-    candidates,
-    failed_records,
-    large_records,
     measurement,
     not_run,
     record,
     run_line,
-    simulated_records,
     small,
     small_records,
     variant,
     write,
 )
+from toy_runs import candidates, failed_records, simulated_records
 
-from harness.chain import decode
-from harness.evidence import EvidenceError, EvidenceWriter, read
-from harness.formatting import TIMES, duration, measured, number, share
-from harness.plots import MAX_POINTS, figure_svg, thin
+from harness.evidence import EvidenceWriter, read
 from harness.report import render
-from harness.verify import verify
 
 VOID = {"meta", "link", "br", "col", "use", "path", "circle", "rect", "polygon", "line"}
 
@@ -84,9 +76,6 @@ def simulated(tmp_path_factory):
     device = {"kind": "npu", "name": "fake-acl", "missing": "", "simulated": True}
     render(write(folder, simulated_records(), run_line(device=device)))
     return folder
-
-
-# --- the page --------------------------------------------------------------------------------
 
 
 def test_the_page_refers_to_nothing_outside_it(failed):
@@ -247,196 +236,6 @@ def test_a_missed_fault_shows_the_case_that_missed_it(failed):
     assert "2e-16" in row
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
-def test_rendering_twice_gives_the_same_bytes(tmp_path):
-    folder = small(tmp_path / "run")
-    render(folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    render(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert sorted(before) == [
-        "evidence.jsonl",
-        "junit.xml",
-        "report.html",
-        "report.json",
-        "summary.md",
-    ]
-
-
-def test_a_file_that_cannot_be_written_leaves_no_half_of_it(tmp_path):
-    folder = small(tmp_path / "run")
-    (folder / "junit.xml").mkdir()
-    with pytest.raises(EvidenceError, match=r"cannot write .*junit.xml"):
-        render(folder)
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_new_report_does_not_cover_up_lines_cut_off(tmp_path):
-    folder = small(tmp_path / "run")
-    render(folder)
-    lines = (folder / "evidence.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "evidence.jsonl").write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(EvidenceError, match=r"report.json was written from other evidence"):
-        render(folder)
-
-
-def test_report_json_holds_exact_values(tmp_path):
-    shown = measurement("x", 0.1 + 0.2, at_most=1)
-    nan = measurement("y", math.nan, at_most=1)
-    made = record("m1_x::test_y", shown, nan)
-    render(write(tmp_path / "run", [made]))
-    text = (tmp_path / "run" / "report.json").read_text()
-    told = json.loads(text, parse_constant=pytest.fail)
-    assert told["records"][0]["measurements"][0]["value"] == 0.1 + 0.2
-    assert told["records"][0]["measurements"][1]["value"] == {"float": "nan"}
-    assert "series" not in told["records"][0]
-
-
-def test_junit_counts_and_names_every_gate_run(failed):
-    root = ElementTree.parse(failed / "junit.xml").getroot()
-    records = failed_records()
-    assert root.tag == "testsuites"
-    assert [suite.attrib["name"] for suite in root] == ["run", "M0", "M1", "M2"]
-    assert int(root.attrib["tests"]) == len(records) + 1
-    for suite in root:
-        cases = suite.findall("testcase")
-        assert int(suite.attrib["tests"]) == len(cases)
-        for tag, count in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-            assert int(suite.attrib[count]) == sum(case.find(tag) is not None for case in cases)
-    names = [(case.attrib["classname"], case.attrib["name"]) for case in root.iter("testcase")]
-    assert len(names) == len(set(names))
-    assert ("gates.m2_accumulation", "test_partition[4]") in names
-    rejects = "test_partition[4] rejects fault:mean_of_microbatch_means"
-    assert ("gates.m2_accumulation", rejects) in names
-    missed = root.find(".//testcase[@name='test_table[stable] rejects fault:by_steps']/failure")
-    assert missed.attrib["type"] == "MISSED"
-
-
-@pytest.mark.parametrize(
-    ("records", "allow", "tag"),
-    [([], False, "failure"), ([], True, "skipped"), (None, False, None)],
-)
-def test_an_empty_run_is_not_green_in_junit(tmp_path, records, allow, tag):
-    selection = {**run_line()["selection"], "allow_incomplete": allow}
-    records = small_records() if records is None else records
-    render(write(tmp_path / "run", records, run_line(selection=selection)))
-    case = ElementTree.parse(tmp_path / "run" / "junit.xml").find(".//testcase[@name='verdict']")
-    assert [child.tag for child in case] == ([tag] if tag else [])
-
-
-def test_junit_drops_characters_that_xml_cannot_hold(tmp_path):
-    made = {**record("m1_x::test_y"), "reason": "ValueError: \x00\x1b[31m \ud800 é 😀"}
-    render(write(tmp_path / "run", [made]))
-    error = ElementTree.parse(tmp_path / "run" / "junit.xml").find(".//error")
-    assert error.attrib["message"].endswith("é 😀")
-
-
-def test_the_summary_tells_verdict_ladder_failures_and_what_was_not_run(failed):
-    text = (failed / "summary.md").read_text()
-    assert text.startswith("# FAILED\n")
-    assert "| M1 | failed | 7 of 8 gates, 7 of 8 faults caught, 2 of 3 benign accepted |" in text
-    assert f"3,200 {TIMES} the bound" in text
-    assert "- 1: This CPU has no bfloat16 matrix products." in text
-    assert verify(failed) == []
-
-
-# --- numbers and curves ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (7615616512, "7,615,616,512"),
-        (20.0, "20"),
-        (0.123456, "0.1235"),
-        (12345.678, "12,346"),
-        (1234567.0, "1.235e6"),
-        (3.2e-15, "3.2e-15"),
-        (-2.5, "-2.5"),
-        (math.nan, "NaN"),
-        (-math.inf, "-infinity"),
-        (True, "true"),
-    ],
-)
-def test_numbers_are_short_and_integers_exact(value, text):
-    assert number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "bound", "texts"),
-    [
-        (0.02000001, {"at_most": 0.02}, ("0.02000001", "≤ 0.02")),
-        (0.02, {"at_most": 0.02}, ("0.02", "≤ 0.02")),
-        (1 + 2**-52, {"within": [1 - 1e-12, 1 + 1e-12]}, ("1 + 2.22e-16", "in 1 ± 1e-12")),
-        (0.985, {"within": [1 - 1e-12, 1 + 1e-12]}, ("0.985", "in 1 ± 1e-12")),
-        (0.4, {"within": [0.1, 0.9]}, ("0.4", "in 0.1 … 0.9")),
-        (math.nan, {"within": [1 - 1e-12, 1 + 1e-12]}, ("NaN", "in 1 ± 1e-12")),
-        ([1, 2], {"equal": [1, 3]}, ("[1, 2]", "= [1, 3]")),
-        (
-            list(range(100)),
-            {"equal": [*range(50), 0, *range(51, 100)]},
-            ("entry 50: 50", "= entry 50: 0"),
-        ),
-        ("a", {"equal": "b"}, ("a", "= b")),
-    ],
-)
-def test_a_value_never_looks_like_a_bound_it_is_not(value, bound, texts):
-    assert measured(value, bound) == texts
-
-
-@pytest.mark.parametrize(
-    ("margin", "text"),
-    [
-        (None, "exact"),
-        (1.0, "> 99 % left"),
-        (0.5, "50 % left"),
-        (0.031, "3.1 % left"),
-        (0.0, "at the bound"),
-        (1e-9, "< 0.1 % left"),
-        (-0.01, "just past the bound"),
-        (-2.0, f"3 {TIMES} the bound"),
-    ],
-)
-def test_a_margin_in_words(margin, text):
-    assert share(margin) == text
-
-
-def test_durations():
-    assert [duration(s) for s in (0.0123, 7.53, 61, 4000)] == [
-        "0.012 s",
-        "7.5 s",
-        "1 min 01 s",
-        "1 h 06 min",
-    ]
-
-
-@pytest.mark.parametrize("place", [0, 1, 4999, 5000, 9998, 9999])
-def test_thinning_keeps_every_peak(place):
-    y = [1.0] * 10_000
-    y[place] = 50.0
-    x, thinned = thin(list(range(10_000)), y)
-    assert len(x) <= MAX_POINTS
-    assert (place, 50.0) in zip(x, thinned, strict=True)
-    assert x == sorted(x)
-
-
-@pytest.mark.parametrize("y", [[math.nan] * 3, [math.inf, 1.0, -math.inf], [1e-9, 1.0, 1e9], [5.0]])
-def test_any_curve_can_be_drawn(y):
-    x = list(range(len(y)))
-    svg = figure_svg([{"name": "_c", "x": x, "y": y, "x_label": "x", "y_label": "y"}], "p")
-    root = ElementTree.fromstring(svg.replace("xlink:", ""))
-    assert root.attrib["role"] == "img"
-
-
 def test_points_that_cannot_be_drawn_are_counted(tmp_path):
     render(small(tmp_path / "run"))
     assert "1 point not finite, not drawn" in page_of(tmp_path / "run").text
-
-
-def test_a_line_of_the_evidence_is_plain_json(tmp_path):
-    folder = write(tmp_path / "run", large_records())
-    for line in (folder / "evidence.jsonl").read_bytes().splitlines():
-        assert decode(line)["hash"] == json.loads(line)["hash"]

@@ -2,14 +2,15 @@
 
 import pytest
 from browser import Page, find_browser
-from toy_evidence import main
+from toy_runs import main
 
 WIDTHS = (1280, 390)
 RUNS = ("passed", "failed", "incomplete")
 SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 OVERFLOW = """
 [...document.querySelectorAll("body *")].filter((e) => !e.closest("svg") &&
-  e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5).map((e) => e.outerHTML.slice(0, 90))
+  e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
+  .map((e) => e.outerHTML.slice(0, 90))
 """
 SEEN = """
 ((e) => e !== null && e.checkVisibility() && e.getBoundingClientRect().height > 8)
