@@ -117,7 +117,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Milestone:
-    """One rung of the ladder. ``state``: passed, failed, incomplete, not asked."""
+    """One rung of the ladder. ``state``: passed, passed in part, failed, incomplete, not asked."""
 
     name: str
     gates: list[Gate]

@@ -38,7 +38,8 @@ def teeth(report: Report) -> str:
 
 def _passed(report: Report) -> str:
     _, num_gates = report.gates_passed
-    subject = "The one gate" if num_gates == 1 else f"All {num_gates:,} gates"
+    which = "selected gate" if report.in_part else "gate"
+    subject = f"The one {which}" if num_gates == 1 else f"All {num_gates:,} {which}s"
     holds = "holds" if num_gates == 1 else "hold"
     return f"{subject} {_where(report)} {holds} for {_who(report)}. {teeth(report)}"
 

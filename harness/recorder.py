@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.fixtures import trial_of
-from harness.plugin import asked_for_gates, drop_unmeant_cases, gate_of
+from harness.plugin import asked_for_gates, drop_unmeant_cases
+from harness.selection import count, describe
 
 if TYPE_CHECKING:
     from harness.evidence import EvidenceWriter
@@ -95,6 +96,7 @@ class Run:
                     "verdict": self.verdict,
                     "exit_status": status,
                     "interrupted": self.interrupted,
+                    "errors": self.errors,
                     "problems": self.problems,
                     "finished": _now(),
                     "duration_s": time.monotonic() - self.started,
@@ -146,30 +148,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -k, -m and --lf look at the items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     drop_unmeant_cases(items)
-    config.stash[COLLECTED] = _count(items)
+    config.stash[COLLECTED] = count(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    counts = _count(session.items)
-    selection: dict[str, Any] = {
-        "collected": session.config.stash.get(COLLECTED, counts),
-        "milestones": counts,
-        "selected": sum(counts.values()),
-    }
+    selection = describe(session, session.config.stash.get(COLLECTED, {}))
     if _is_worker(session.config):
         session.config.workeroutput["selection"] = selection  # type: ignore[attr-defined]
     else:
         _select(session.config, selection)
-
-
-def _count(items: list[pytest.Item]) -> dict[str, int]:
-    """Items of gates by milestone, faults and benign variants counted like the gates."""
-    counts: dict[str, int] = {}
-    for item in items:
-        if gate_of(item):
-            milestone = item.path.name[:2].upper()
-            counts[milestone] = counts.get(milestone, 0) + 1
-    return counts
 
 
 @pytest.hookimpl(optionalhook=True)

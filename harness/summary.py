@@ -31,7 +31,7 @@ def write_summary(terminal: Any, run: Run) -> None:
         console.print(Text("  " + problem))
     console.print(Text(run.verdict, STYLES[run.verdict]), end="  ")
     console.print(Text(_about(run)))
-    console.print(Text(f"report: {run.evidence.path.parent.resolve() / 'report.html'}"))
+    console.print(Text(f"report: {run.evidence.path.parent.resolve() / 'report.html'}"), soft_wrap=True)
     terminal.write(text.getvalue())
 
 
@@ -41,6 +41,8 @@ def _about(run: Run) -> str:
     collected = sum(run.selection.get("collected", {}).values())
     selected = run.selection.get("selected", 0)
     part = f", {selected} of {collected} collected" if collected > selected else ""
+    if run.selection.get("in_part"):
+        part += f"; only a part of {', '.join(run.selection['in_part'])}"
     return f"{who} on {run.config.option.device}, rung {run.config.option.rung}{part}"
 
 

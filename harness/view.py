@@ -90,6 +90,11 @@ class Report:
         return sorted({record["milestone"] for record in self.records} | {*named} | {*counted})
 
     @property
+    def in_part(self) -> list[str]:
+        """The milestones of which only some gates were selected."""
+        return list(self.selection.get("in_part") or [])
+
+    @property
     def not_run(self) -> dict[str, list[Record]]:
         """The gate runs that did not run, by reason."""
         groups: dict[str, list[Record]] = {}
@@ -132,6 +137,8 @@ class Report:
         else:
             whole = any(gate.cases for gate in gates) and len(own) >= selected
             state = "passed" if whole and all(map(is_as_required, own)) else "incomplete"
+            if state == "passed" and name in self.in_part:
+                state = "passed in part"
         return Milestone(name, gates, state)
 
 

@@ -22,7 +22,9 @@ def collected():
     output = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parent).stdout
     items = {}
     for line in output.splitlines():
-        match = re.search(r"(m\d_\w+)\.py::(\w+)\[(?:(.*)-)?((?:fault|benign):\w+|reference)\]", line)
+        match = re.search(
+            r"(m\d_\w+)\.py::(\w+)\[(?:(.*)-)?((?:fault|benign):\w+|reference)\]", line
+        )
         if match:
             file, function, case, variant = match.groups()
             items.setdefault(f"{file}::{function}", set()).add((case or "", variant))

@@ -25,18 +25,36 @@ def flagged(toy):
 def test_a_keyword_selects_a_part_and_the_run_says_so(flagged, workers):
     result = flagged.run("m1_toy.py", "-k", "right", *workers)
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["PASSED*1 of 2 collected"])
+    result.stdout.fnmatch_lines(["PASSED*1 of 2 collected*"])
     (selection,) = flagged.evidence("selection")
     assert (selection["selected"], selection["collected"]) == (1, {"M1": 2})
+    assert selection["in_part"] == ["M1"]
+    assert "passed in part" in (flagged.folder / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_part"),
+    [
+        (["m1_toy.py", "m1_more.py"], []),
+        (["-m", "M1", "."], []),
+        (["m1_toy.py"], ["M1"]),
+        (["m1_toy.py::test_right", "m1_more.py"], ["M1"]),
+    ],
+)
+def test_a_part_of_a_milestone_is_not_called_the_milestone(flagged, arguments, in_part):
+    (flagged.path / "mended").touch()
+    flagged.gates(GATES, "m1_more")
+    assert flagged.run(*arguments).ret == 0
+    assert flagged.evidence("selection")[0]["in_part"] == in_part
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-k", "nothing_is_called_so"], ["-k", "nothing", "-n2"], ["-m", "M3"], ["-m", "M3", "-n2"], ["-m", "M0 and M1"]],
-    ids=" ".join,
+    ["-k nothing", "-k nothing -n2", "-m M3", "-m M3 -n2", "-m M0_and_M1"],
 )
 def test_an_empty_selection_is_incomplete(flagged, arguments):
-    assert flagged.run("m1_toy.py", *arguments).ret == 6
+    words = [word.replace("_", " ") for word in arguments.split()]
+    assert flagged.run("m1_toy.py", *words).ret == 6
     assert flagged.end()["verdict"] == "INCOMPLETE"
 
 
@@ -47,7 +65,7 @@ def test_last_failed_runs_the_part_that_failed_and_says_so(flagged):
     assert result.ret == 0
     assert [gate["gate"] for gate in flagged.evidence("gate")] == ["m1_toy::test_flag"]
     assert flagged.evidence("run")[0]["selection"]["last_failed"] is True
-    result.stdout.fnmatch_lines(["PASSED*1 of 2 collected"])
+    result.stdout.fnmatch_lines(["PASSED*1 of 2 collected*"])
 
 
 def test_last_failed_again_fails_while_it_fails(flagged):
@@ -72,7 +90,7 @@ def test_stopping_after_a_not_run_gate_is_no_pass(toy):
 
 def test_ctrl_c_leaves_complete_evidence_that_says_so(toy):
     toy.gates(GATES.replace('    check("mended"', '    raise KeyboardInterrupt; check("mended"'))
-    assert toy.run().ret == 2
+    assert toy.run(new_process=True).ret == 2
     end = toy.end()
     assert (end["interrupted"], end["verdict"], end["exit_status"]) == (True, "INCOMPLETE", 2)
     assert toy.verdicts() == ["PASS"]
@@ -81,7 +99,7 @@ def test_ctrl_c_leaves_complete_evidence_that_says_so(toy):
 
 def test_ctrl_c_is_no_pass_even_where_incomplete_is_allowed(toy):
     toy.gates(GATES.replace('    check("mended"', '    raise KeyboardInterrupt; check("mended"'))
-    assert toy.run("m1_toy.py", "--allow-incomplete").ret == 2
+    assert toy.run("m1_toy.py", "--allow-incomplete", new_process=True).ret == 2
 
 
 def test_a_gate_file_that_does_not_import_fails_the_run(flagged):
