@@ -31,7 +31,8 @@ def write_summary(terminal: Any, run: Run) -> None:
         console.print(Text("  " + problem))
     console.print(Text(run.verdict, STYLES[run.verdict]), end="  ")
     console.print(Text(_about(run)))
-    console.print(Text(f"report: {run.evidence.path.parent.resolve() / 'report.html'}"), soft_wrap=True)
+    report = run.evidence.path.parent.resolve() / "report.html"
+    console.print(Text(f"report: {report}"), soft_wrap=True)
     terminal.write(text.getvalue())
 
 

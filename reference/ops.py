@@ -57,7 +57,7 @@ def rope(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.to(cos.dtype).reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)
 

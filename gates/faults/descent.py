@@ -105,19 +105,6 @@ def trains_on_one_window(reference):
     return train
 
 
-@fault(role="optimizer_step", caught_by=DESCENT, seen_in="own")
-def climbs(reference):
-    """The step goes along the gradient, not against it."""
-
-    def optimizer_step(groups, *arguments):
-        for group in groups:
-            for parameter in group["params"]:
-                parameter.grad = -parameter.grad
-        reference.optimizer_step(groups, *arguments)
-
-    return optimizer_step
-
-
 @benign(
     role="attention",
     accepted_by=[LANGUAGE, RANDOM, DESCENT],

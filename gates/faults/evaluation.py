@@ -150,7 +150,7 @@ def bytes_of_a_table(reference):
     caught_by=[f"{GATE}test_any_batches", f"{GATE}test_unequal_batches"],
     seen_in="own",
 )
-def divides_by_positions(reference):
+def counts_positions_as_tokens(reference):
     """Counts every position of a row as a token: padding makes the model look better."""
     return changing(
         reference,

@@ -187,20 +187,6 @@ def computes_in_8_bits(reference):
     return build_model
 
 
-@fault(role="optimizer_step", caught_by="m1_one_step::test_one_update", seen_in="own")
-def climbs(reference):
-    """Adds the step instead of subtracting it."""
-
-    def optimizer_step(groups, state, learning_rate, betas, epsilon):
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.neg_()
-        reference.optimizer_step(groups, state, learning_rate, betas, epsilon)
-
-    return optimizer_step
-
-
 @fault(role="build_model", caught_by=f"{VALUES}[decoder]", seen_in="own")
 def leaves_out_the_biases(reference):
     """q, k and v are projected without their biases."""

@@ -132,7 +132,13 @@ def swaps_the_betas(reference):
 
 @fault(
     role="optimizer_step",
-    caught_by=[TORCH, f"{GATE}test_hand_example", "m2_overfit::test_one_window"],
+    caught_by=[
+        TORCH,
+        f"{GATE}test_hand_example",
+        "m1_one_step::test_one_update",
+        "m2_overfit::test_one_window",
+        "m2_descent::test_descent",
+    ],
     seen_in="own",
 )
 def climbs(reference):
