@@ -22,8 +22,9 @@ from reference.schedule import Schedule
 from reference.update import UpdateSettings
 from reference.window import NO_TARGET
 
-# At width 64 a standard deviation of 0.05 leaves the plateau of byte frequencies in 50 updates.
-MODEL = replace(preset("bytes-0.09m"), initializer_std=0.05)
+# A width of 64 wants a wide start: from 0.1 all of 76 seeds learn to recall in 250 updates at a
+# learning rate of 5e-3; from 0.05 at 8e-3 one in eight is late.
+MODEL = replace(preset("bytes-0.09m"), initializer_std=0.1)
 tokenizer = ByteTokenizer()
 
 
@@ -75,7 +76,7 @@ def test_descent(stack, corpus, rng, device, check):
     windows = training_windows(
         stack, tokenizer.encode_documents(texts), 128, 100, seed, num_microbatches=2
     )
-    records = train(stack, MODEL, windows, 6e-3, 0.0, seed, device).records
+    records = train(stack, MODEL, windows, 5e-3, 0.0, seed, device).records
     losses = [record.loss_nats for record in records]
     check.series(f"training loss, {corpus}", losses)
     check("updates", len(losses), equal=100, because="one a window")
@@ -110,7 +111,7 @@ def test_language(stack, rng, device, check):
     held_out = [document.text for document in language_documents("easy", "held_out", 400, seed)]
     encoded = tokenizer.encode_documents(train_texts)
     windows = training_windows(stack, encoded, easy.max_bytes, 250, seed)
-    result = train(stack, MODEL, windows, 8e-3, 0.3, seed, device)
+    result = train(stack, MODEL, windows, 5e-3, 0.3, seed, device)
     check.series("training loss, easy language", [record.loss_nats for record in result.records])
 
     rows = one_document_a_row(
@@ -166,7 +167,6 @@ def test_random_tokens(stack, documents, rng, device, check):
         feed_forward_width=64,
         num_query_heads=2,
         num_kv_heads=1,
-        initializer_std=0.1,
     )
     texts = []
     for _ in range(8 * 100):

@@ -9,18 +9,18 @@ import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from harness.evidence import EvidenceError, EvidenceWriter
 from harness.fixtures import trial_of
-from harness.plugin import asked_for_gates, drop_unmeant_cases
+from harness.plugin import GATE_FILE, asked_for_gates, drop_unmeant_cases
 from harness.selection import count, describe
-
-if TYPE_CHECKING:
-    from harness.evidence import EvidenceWriter
+from harness.verdict import EXIT_INCOMPLETE, exit_status, is_as_required, run_verdict
 
 RUN = pytest.StashKey["Run"]()
+ERRORS = pytest.StashKey[list[str]]()  # what went wrong outside any gate
 COLLECTED = pytest.StashKey[dict[str, int]]()
 GATE_ID = re.compile(r"(.*/)?(m[0-6]_\w+)\.py::(\w+)(\[.*\])?")
 
@@ -30,19 +30,18 @@ class Run:
 
     def __init__(self, config: pytest.Config) -> None:
         from harness.environment import describe_environment
-        from harness.evidence import EvidenceError, EvidenceWriter
 
         self.config = config
         self.started = time.monotonic()
         self.records: list[dict[str, Any]] = []
         self.selection: dict[str, Any] = {}
         self.interrupted = False
-        self.errors: list[str] = []
+        self.errors = config.stash.setdefault(ERRORS, [])
         self.verdict = ""
         self.problems: list[str] = []
         trial, option = trial_of(config), config.option
         try:
-            self.evidence: EvidenceWriter = EvidenceWriter(option.evidence or _new_folder(config))
+            self.evidence = EvidenceWriter(option.evidence or _new_folder(config))
             self.evidence.append(
                 {
                     "kind": "run",
@@ -68,8 +67,6 @@ class Run:
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep one gate's record, in memory and on disk."""
-        from harness.evidence import EvidenceError
-
         self.records.append(record)
         try:
             self.evidence.append(record)
@@ -78,12 +75,12 @@ class Run:
 
     def finish(self, exitstatus: int) -> int:
         """Judge the run, close the evidence, render the report; return the exit status."""
-        from harness.evidence import EvidenceError
         from harness.report import render
-        from harness.verdict import EXIT_INCOMPLETE, exit_status, run_verdict
 
         if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             self.errors.append("pytest met an internal error")
+        elif exitstatus == pytest.ExitCode.TESTS_FAILED and not any(map(_is_wrong, self.records)):
+            self.errors.append("pytest reported a failure that is no gate's")
         self.verdict, self.problems = run_verdict(
             self.records, self.selection.get("selected"), self.interrupted, self.errors
         )
@@ -109,6 +106,10 @@ class Run:
             self.verdict = "FAILED" if self.verdict == "FAILED" else "INCOMPLETE"
             status = status or EXIT_INCOMPLETE
         return status
+
+
+def _is_wrong(record: dict[str, Any]) -> bool:
+    return record["verdict"] != "NOT_RUN" and not is_as_required(record)
 
 
 def _now() -> str:
@@ -188,19 +189,16 @@ class _Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = self.config.stash.get(RUN, None)
-        if run is None:
-            return
         record = getattr(report, "record", None) or _crashed_worker(report)
-        if record:
+        if run and record:
             run.add(record)
-        elif report.failed and not getattr(report, "gate", None):
-            run.errors.append(f"{report.nodeid}, which is no gate, failed in the same run.")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed and not _is_worker(self.config):
-            run = _begin(self.config)
-            if run:
-                run.errors.append(f"{report.nodeid} could not be collected: {report.longreprtext}")
+            error = f"{report.nodeid} could not be collected: {report.longreprtext}"
+            self.config.stash.setdefault(ERRORS, []).append(error)
+            if GATE_FILE.fullmatch(report.nodeid.rpartition("/")[2]):
+                _begin(self.config)
 
     def pytest_keyboard_interrupt(self) -> None:
         run = self.config.stash.get(RUN, None)

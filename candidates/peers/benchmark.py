@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(
         f"float32, eager, {torch.get_num_threads()} threads, {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__} (its SDPA; torch's fused AdamW); times are medians"
+        f"transformers {transformers.__version__} (SDPA, fused AdamW); medians"
     )
     if slow:
         console.print(f"SLOWER than {options.at_least} times transformers: {', '.join(slow)}")

@@ -14,8 +14,6 @@ from harness.devices import find, force_numerics
 # pytester forgets what its runs imported, and torch's parts cannot be imported twice in a process.
 force_numerics(find("cpu"))
 
-pytest_plugins = ["pytester"]
-
 REFERENCE = """
 def double(x):
     return 2 * x

@@ -139,3 +139,9 @@ def test_the_same_gates_run_with_asserts_stripped(toy):
     toy.gates(GATES)
     command = [sys.executable, "-O", "-m", "pytest", "m1_toy.py", "-q"]
     assert toy.pytester.run(*command).ret == 1, "a check is no assert"
+
+
+def test_a_broken_file_of_another_project_writes_no_evidence(pytester):
+    pytester.makepyfile(test_broken="import no_such_package")
+    assert pytester.runpytest().ret == 2
+    assert not (pytester.path / "evidence").exists()
