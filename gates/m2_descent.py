@@ -22,8 +22,8 @@ from reference.schedule import Schedule
 from reference.update import UpdateSettings
 from reference.window import NO_TARGET
 
-# A width of 64 wants a wide start: from 0.1 all of 76 seeds learn to recall in 250 updates at a
-# learning rate of 5e-3; from 0.05 at 8e-3 one in eight is late.
+# A width of 64 wants a wide start: from 0.1, at a learning rate of 5e-3, all of 76 seeds learnt to
+# recall in 250 updates; from 0.05, at 8e-3, one in eight was late.
 MODEL = replace(preset("bytes-0.09m"), initializer_std=0.1)
 tokenizer = ByteTokenizer()
 
@@ -143,7 +143,7 @@ def test_language(stack, rng, device, check):
         gap,
         at_most=easy.recall_nats / 2,
         because=f"who cannot look back pays {easy.recall_nats:.1f} nats for recalled words; "
-        f"of {easy.entropy_nats:.1f} true nats the reference comes within 0.8 to 1.2",
+        "over 76 seeds the reference comes within 0.7 on average, within 1.6 at worst",
         unit="nats per document",
     )
 
