@@ -64,10 +64,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(directory: Path) -> int:
     from harness.report import render
+    from harness.view import Report
 
-    end = read(directory)[-1]
+    verdict = Report(read(directory)).verdict
     page = render(directory)
-    print(f"{end.get('verdict', 'INCOMPLETE')}, as recorded. Rendered: {page}")
+    print(f"{verdict}, as recorded. Rendered: {page}")
     return 0
 
 

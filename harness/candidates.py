@@ -23,7 +23,13 @@ from harness.devices import Device, find, force_numerics
 
 def load_reference(name: str) -> Stack:
     """The reference stack: the roles of the module ``name``."""
-    return Stack(_roles(importlib.import_module(name), name))
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise pytest.UsageError(f"touchstone_reference = {name}: cannot import it: {error}") from (
+            error
+        )
+    return Stack(_roles(module, name))
 
 
 def load_candidates(
@@ -62,13 +68,15 @@ def _import(name: str) -> ModuleType:
         raise pytest.UsageError(
             f"--candidate {name}: give an importable module such as their.module, not a path"
         )
-    short = f"candidates.{name}"
-    full = short if "." not in name and importlib.util.find_spec(short) else name
     try:
+        short = f"candidates.{name}"
+        full = short if "." not in name and importlib.util.find_spec(short) else name
         return importlib.import_module(full)
-    except Exception as error:  # the candidate's own code may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # its own code may raise anything, SystemExit and skips too
         raise pytest.UsageError(
-            f"--candidate {name}: cannot import {full}: {type(error).__name__}: {error}"
+            f"--candidate {name}: cannot import it: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -100,15 +108,34 @@ def _check_signature(name: str, role: str, function: Role, reference: Role) -> N
 
 
 def _origin(role: str, module: ModuleType) -> dict[str, str | None]:
-    file = inspect.getsourcefile(module)
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    file = getattr(module, "__file__", None)
     return {
         "role": role,
         "module": module.__name__,
         "version": _version(module),
         "file": file,
-        "sha256": digest,
+        "sha256": _hash([file]) if file else None,
+        "package_sha256": _hash(_files_of_package(module)),
     }
+
+
+def _hash(files: Iterable[str]) -> str:
+    """SHA-256 over the contents of the files, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def _files_of_package(module: ModuleType) -> list[str]:
+    """The files of every loaded module of the candidate's package: a role may live in any."""
+    package = module.__name__.partition(".")[0]
+    files = {
+        getattr(loaded, "__file__", None)
+        for name, loaded in list(sys.modules.items())
+        if name == package or name.startswith(f"{package}.")
+    }
+    return sorted(file for file in files if file and Path(file).is_file())
 
 
 def _version(module: ModuleType) -> str | None:
@@ -139,8 +166,9 @@ def load_trial(config: pytest.Config) -> Trial:
     folder = str(config.invocation_params.dir)
     if folder not in sys.path:  # a candidate in the current folder, as `python -m` would find it
         sys.path.insert(0, folder)
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
-    if workers:  # the workers share the cores instead of each asking for all of them
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 0)
+    workers = workers or int(getattr(config.option, "numprocesses", None) or 0)
+    if workers:  # they share the cores instead of each asking for all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     reference = load_reference(config.getini("touchstone_reference"))
     stack, origins = load_candidates(config.getoption("--candidate"), reference)

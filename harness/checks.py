@@ -139,10 +139,11 @@ def plain(value: Any) -> Plain:
         if value.numel() != 1:
             raise ValueError(f"a measurement is one number; got a tensor {tuple(value.shape)}")
         value = value.detach().cpu().item()
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple, torch.Size)):
+    if hasattr(value, "item"):  # a NumPy scalar, which may be a subclass of float
+        value = value.item()
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # of a subclass, the plain value
+    if isinstance(value, (list, tuple)):
         return [plain(element) for element in value]
-    if hasattr(value, "item"):  # a NumPy scalar
-        return plain(value.item())
     raise ValueError(f"a measurement is a number, a string or a list; got {type(value).__name__}")

@@ -18,6 +18,11 @@ def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"shapes differ: got {tuple(got.shape)}, want {tuple(want.shape)}")
     if got.numel() == 0:
         raise ValueError(f"nothing to compare: shape {tuple(got.shape)} has no element")
+    if not (got.is_floating_point() and want.is_floating_point()):
+        raise ValueError(
+            f"distances are between floats; got {got.dtype} and {want.dtype}. Integers are "
+            "compared exactly, complex numbers by their real and imaginary parts"
+        )
     if got.data_ptr() == want.data_ptr() and got.device == want.device:
         raise ValueError("both results are the same memory; clone one before it is overwritten")
     return got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)

@@ -131,8 +131,8 @@ def _variant(
         summary = (build.__doc__ or "").strip().partition("\n")[0]
         if not (names and summary and origin):
             raise ValueError(
-                f"{kind} {build.__name__}: it needs at least one gate, a docstring whose first "
-                "line says what it does, and an origin"
+                f"{kind} {build.__name__}: it needs at least one gate, an origin, and a docstring "
+                "whose first line says what it does (python -OO strips docstrings: do not use it)"
             )
         return Variant(kind, build.__name__, role, names, summary, origin, build)
 

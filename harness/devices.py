@@ -97,12 +97,23 @@ def force_numerics(device: Device) -> dict[str, str]:
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(True)
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
     matmul.allow_fp16_reduced_precision_reduction = False
     matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
+    if device.kind == "npu" and not device.missing:
+        npu = torch.get_device_module("npu")
+        npu.matmul.allow_hf32 = False
+        npu.conv.allow_hf32 = False
+    return numerics(device)
+
+
+def numerics(device: Device) -> dict[str, str]:
+    """The flags that change numbers, as they stand."""
+    matmul = torch.backends.cuda.matmul
     flags = {
         "torch.get_default_dtype": str(torch.get_default_dtype()),
         "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -118,12 +129,12 @@ def force_numerics(device: Device) -> dict[str, str]:
         ),
         "cudnn.allow_tf32": str(torch.backends.cudnn.allow_tf32),
         "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+        "torch.is_grad_enabled": str(torch.is_grad_enabled()),
+        "torch.get_num_threads": str(torch.get_num_threads()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ["CUBLAS_WORKSPACE_CONFIG"],
     }
     if device.kind == "npu" and not device.missing:
         npu = torch.get_device_module("npu")
-        npu.matmul.allow_hf32 = False
-        npu.conv.allow_hf32 = False
         flags["npu.matmul.allow_hf32"] = str(npu.matmul.allow_hf32)
         flags["npu.conv.allow_hf32"] = str(npu.conv.allow_hf32)
     return flags

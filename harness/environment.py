@@ -32,6 +32,7 @@ def describe_environment(folder: Path) -> dict[str, Any]:
     """Versions, cores, threads, CUDA, and the commit of ``folder`` with its changed files."""
     commit = _git(folder, "rev-parse", "HEAD")
     changed = _git(folder, "status", "--porcelain")
+    own = _git(Path(__file__).parent, "rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -41,6 +42,7 @@ def describe_environment(folder: Path) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "driver": _driver(),
         "commit": commit.strip() if commit else None,
+        "touchstone_commit": own.strip() if own else None,
         "dirty": [line[3:] for line in changed.splitlines()] if changed is not None else None,
     }
 

@@ -35,6 +35,10 @@ class EvidenceWriter:
         self.num_lines = 0
         self.head = GENESIS
         self._num_bytes = 0
+        if (self.directory / "report.json").exists():
+            raise EvidenceError(
+                f"{self.directory} already holds the report of a run; choose another folder"
+            )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -105,8 +105,11 @@ def for_all(request: pytest.FixtureRequest) -> Callable[..., Callable[[Callable[
     return decorator
 
 
+OWN = ("stack", "check", "device", "rung", "rng", "for_all")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a device that is not there, and seed what gates and libraries may draw from."""
+    """Refuse a device that is not there; put flags, threads and seeds where the run has them."""
     from harness.contract import not_run
     from harness.plugin import gate_of
 
@@ -117,10 +120,49 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import numpy
     import torch
 
-    missing = trial_of(item.config).device.missing
-    if missing:
-        not_run(missing)
+    from harness.devices import force_numerics
+
+    _refuse_shadowed_fixtures(item)
+    trial = trial_of(item.config)
+    if trial.device.missing:
+        not_run(trial.device.missing)
+    torch.set_num_threads(int(trial.flags["torch.get_num_threads"]))
+    force_numerics(trial.device)
     seed = seed_of(item)
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.hookimpl(wrapper=True)  # after the teardown itself, which an error here must not stop
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """What is on trial may not leave the process with other numerics than the run recorded."""
+    from harness.plugin import gate_of, variant_of
+
+    yield
+    trial = item.config.stash.get(_trial_key(), None)
+    if gate_of(item) is None or variant_of(item) is not None or trial is None:
+        return
+    from harness.devices import numerics
+
+    now = numerics(trial.device)
+    changed = [f"{flag} is {now[flag]}, was {was}" for flag, was in trial.flags.items()
+               if now[flag] != was]  # fmt: skip
+    if changed:
+        raise RuntimeError(f"what is on trial changed the process: {'; '.join(changed)}")
+
+
+def _trial_key() -> Any:
+    from harness.candidates import TRIAL
+
+    return TRIAL
+
+
+def _refuse_shadowed_fixtures(item: pytest.Item) -> None:
+    """A conftest with a fixture called ``stack`` would put something else on trial."""
+    for name, definitions in item._fixtureinfo.name2fixturedefs.items():  # type: ignore[attr-defined]
+        if name in OWN and definitions[-1].func.__module__ != __name__:
+            raise ValueError(
+                f"the fixture {name} of {definitions[-1].baseid or 'a conftest'} hides "
+                f"Touchstone's own; rename it"
+            )

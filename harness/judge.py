@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def _blank(item: pytest.Item, gate: Gate) -> dict[str, Any]:
         "gate": gate_name(item),
         "case": case_of(item),
         "milestone": gate_name(item)[:2].upper(),
-        "nodeid": item.nodeid,
+        "nodeid": item.nodeid if item.nodeid[0] != ":" else f"{item.path.name}{item.nodeid}",
         "claim": gate.claim,
         "not_claimed": gate.not_claimed,
         "source": gate.source,
@@ -76,7 +77,7 @@ def _judge(item: pytest.Item, call: pytest.CallInfo[None], record: dict[str, Any
     raised = call.excinfo.value if call.excinfo else None
     failed = isinstance(raised, CheckFailed) and call.when == "call"
     not_run = isinstance(raised, pytest.skip.Exception) and call.when != "teardown"
-    error = "" if raised is None or failed or not_run else f"{type(raised).__name__}: {raised}"
+    error = "" if raised is None or failed or not_run else _told(raised)
     if error and call.when != "call":
         error = f"in {call.when}: {error}"
     verdict = gate_verdict(measurements, error=error, not_run=not_run)
@@ -87,6 +88,12 @@ def _judge(item: pytest.Item, call: pytest.CallInfo[None], record: dict[str, Any
         "NOT_RUN": str(raised),
     }
     record["verdict"], record["reason"] = verdict, reasons[verdict]
+
+
+def _told(error: BaseException) -> str:
+    """The exception as Python prints it, in characters that every file can hold."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _tell_pytest(report: pytest.TestReport, record: dict[str, Any]) -> None:

@@ -67,8 +67,15 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"the milestones are {', '.join(MILESTONES)}"
             )
     if asked_for_gates(config) and config.args_source is not pytest.Config.ArgsSource.ARGS:
-        package = importlib.util.find_spec("gates")  # also when run from another project
-        config.args = list(package.submodule_search_locations or []) if package else config.args
+        package = importlib.util.find_spec("gates")  # from another project, which has no gates
+        if package and not any(map(_holds_gates, config.args)):
+            config.args = list(package.submodule_search_locations or [])
+
+
+def _holds_gates(folder: str) -> bool:
+    """Whether gate files stand in a folder or right below it."""
+    files = [*Path(folder).glob("m[0-6]_*.py"), *Path(folder).glob("*/m[0-6]_*.py")]
+    return any(GATE_FILE.fullmatch(file.name) for file in files)
 
 
 def asked_for_gates(config: pytest.Config) -> bool:
@@ -106,14 +113,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stack" not in metafunc.fixturenames:
         raise pytest.UsageError(f"gate {name} takes no stack, so nothing would be on trial")
     no_faults = metafunc.config.getoption("--no-faults")
+    declared = list(variants_beside(metafunc.module))
+    _refuse_dangling_names(declared, metafunc)
     variants = [
         variant
-        for variant in variants_beside(metafunc.module)
+        for variant in declared
         if variant.cases(name) != set() and not (no_faults and variant.kind == "fault")
     ]
     on_trial = "+".join(metafunc.config.getoption("--candidate")) or "reference"
     ids = [on_trial] + [f"{variant.kind}:{variant.name}" for variant in variants]
     metafunc.parametrize("stack", [None, *variants], indirect=True, ids=ids)
+
+
+def _refuse_dangling_names(variants: list[Variant], metafunc: pytest.Metafunc) -> None:
+    """A fault that names no gate would never run, and nobody would miss it."""
+    from harness.fixtures import trial_of
+
+    roles, file = trial_of(metafunc.config).reference.roles, metafunc.definition.path.stem
+    for variant in variants:
+        if variant.role not in roles:
+            raise pytest.UsageError(
+                f"{variant.kind} {variant.name} replaces the role {variant.role!r}, which is none"
+            )
+        for named in variant.gates:
+            gate_file, _, function = named.partition("[")[0].partition("::")
+            if gate_file == file and not hasattr(metafunc.module, function):
+                raise pytest.UsageError(
+                    f"{variant.kind} {variant.name} names {named}, but {file}.py has no {function}"
+                )
 
 
 def variant_of(item: pytest.Item) -> Variant | None:
@@ -130,13 +157,43 @@ def case_of(item: pytest.Item) -> str:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     match = GATE_FILE.fullmatch(item.path.name)
-    if match and gate_of(item):
-        item.add_marker(f"M{match[1]}")
+    if gate_of(item) is None:
+        return
+    if match is None:
+        raise pytest.UsageError(
+            f"{item.nodeid} is a gate, but its file's name gives no milestone; call it "
+            "m0_….py to m6_….py"
+        )
+    item.add_marker(f"M{match[1]}")
 
 
 def drop_unmeant_cases(items: list[pytest.Item]) -> None:
-    """Drop the cases in which a variant is not meant to show."""
+    """Drop the cases in which a variant is not meant to show.
+
+    Raises:
+        pytest.UsageError: a variant names a case that the gate, collected whole, does not have.
+    """
+    cases: dict[str, set[str]] = {}
+    for item in items:
+        if gate_of(item):
+            cases.setdefault(gate_name(item), set()).add(case_of(item))
+    variants = {variant for item in items if (variant := variant_of(item))}
+    if items and _collects_part_of_a_gate(items[0].config):
+        variants = set()
+    for variant in variants:
+        for gate, found in cases.items():
+            dangling = (variant.cases(gate) or set()) - found
+            if dangling:
+                raise pytest.UsageError(
+                    f"{variant.kind} {variant.name} names the case {min(dangling)!r} of {gate}, "
+                    f"which has {', '.join(sorted(found))}"
+                )
     items[:] = [item for item in items if _is_meant(item)]
+
+
+def _collects_part_of_a_gate(config: pytest.Config) -> bool:
+    named = any("[" in argument for argument in config.args)
+    return named or getattr(config.option, "lf", False)
 
 
 def _is_meant(item: pytest.Item) -> bool:

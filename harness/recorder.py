@@ -5,7 +5,10 @@ Under pytest-xdist the workers judge their gates, and the controller records.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,12 +19,13 @@ import pytest
 from harness.evidence import EvidenceError, EvidenceWriter
 from harness.fixtures import trial_of
 from harness.plugin import GATE_FILE, asked_for_gates, drop_unmeant_cases
-from harness.selection import count, describe
+from harness.selection import asked, count, describe
 from harness.verdict import EXIT_INCOMPLETE, exit_status, is_as_required, run_verdict
 
 RUN = pytest.StashKey["Run"]()
 ERRORS = pytest.StashKey[list[str]]()  # what went wrong outside any gate
 COLLECTED = pytest.StashKey[dict[str, int]]()
+CASE = re.compile(r"(.*?)-?(?:(fault|benign):(\w+))?")
 GATE_ID = re.compile(r"(.*/)?(m[0-6]_\w+)\.py::(\w+)(\[.*\])?")
 
 
@@ -67,11 +71,19 @@ class Run:
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep one gate's record, in memory and on disk."""
-        self.records.append(record)
         try:
             self.evidence.append(record)
         except EvidenceError as error:
             pytest.exit(f"the evidence cannot be written: {error}")
+        self.records.append(record)
+
+    def discard(self) -> None:
+        """Take back the evidence of a run that ended in a usage error before any gate."""
+        self.evidence.close()
+        if not self.records:
+            self.evidence.path.unlink()
+            with contextlib.suppress(OSError):  # the folder held other files before
+                self.evidence.path.parent.rmdir()
 
     def finish(self, exitstatus: int) -> int:
         """Judge the run, close the evidence, render the report; return the exit status."""
@@ -81,8 +93,13 @@ class Run:
             self.errors.append("pytest met an internal error")
         elif exitstatus == pytest.ExitCode.TESTS_FAILED and not any(map(_is_wrong, self.records)):
             self.errors.append("pytest reported a failure that is no gate's")
+        self.selection["asked"] = asked(self.config.option.markexpr)
         self.verdict, self.problems = run_verdict(
-            self.records, self.selection.get("selected"), self.interrupted, self.errors
+            self.records,
+            self.selection.get("selected"),
+            self.interrupted,
+            self.errors,
+            self.selection["asked"],
         )
         status = exit_status(self.verdict, self.config.option.allow_incomplete, self.interrupted)
         try:
@@ -135,6 +152,8 @@ def _begin(config: pytest.Config) -> Run | None:
         return None
     if RUN not in config.stash:
         config.stash[RUN] = Run(config)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: end in order
     return config.stash[RUN]
 
 
@@ -188,8 +207,8 @@ class _Reports:
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        run = self.config.stash.get(RUN, None)
         record = getattr(report, "record", None) or _crashed_worker(report)
+        run = _begin(self.config) if record else None
         if run and record:
             run.add(record)
 
@@ -211,10 +230,13 @@ def _crashed_worker(report: pytest.TestReport) -> dict[str, Any] | None:
     match = GATE_ID.fullmatch(report.nodeid)
     if not match or getattr(report, "gate", None) or not report.failed:
         return None
+    case, kind, name = CASE.fullmatch((match[4] or "[]")[1:-1]).groups()  # type: ignore[union-attr]
+    variant = {"name": name, "role": "", "summary": "", "seen_in": "", "because": ""}
     return {
-        "kind": "gate",
+        "kind": kind or "gate",
+        **({"variant": variant} if kind else {}),
         "gate": f"{match[2]}::{match[3]}",
-        "case": (match[4] or "[]")[1:-1],
+        "case": case,
         "milestone": match[2][:2].upper(),
         "nodeid": report.nodeid,
         "claim": "",
@@ -237,7 +259,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     run = session.config.stash.get(RUN, None)
-    if run and exitstatus != pytest.ExitCode.USAGE_ERROR:
+    if run and exitstatus == pytest.ExitCode.USAGE_ERROR:
+        run.discard()
+    elif run:
         session.exitstatus = run.finish(int(exitstatus))
 
 

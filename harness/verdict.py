@@ -125,6 +125,7 @@ def run_verdict(
     selected_count: int | None,
     interrupted: bool,
     errors: Sequence[str] = (),
+    asked: Sequence[str] = (),
 ) -> tuple[str, list[str]]:
     """PASSED, FAILED or INCOMPLETE, and one sentence for every problem, the gravest first.
 
@@ -134,6 +135,7 @@ def run_verdict(
         interrupted: whether the run was stopped before its end.
         errors: what went wrong outside any gate, such as a file that could not be collected, one
             sentence each; any of them makes the run FAILED.
+        asked: the milestones that -m names; one without a gate run makes the run INCOMPLETE.
     """
     judged = [record for record in records if record["kind"] in GATE_KINDS]
     failures = [_failure(record) for record in judged]
@@ -151,8 +153,12 @@ def run_verdict(
         missing.append("It is not known how many gates were selected.")
     elif num_distinct != selected_count:
         missing.append(
-            f"{_count(selected_count, 'gate run')} selected but {num_distinct} recorded."
+            f"{_count(selected_count, 'gate run')}: that many were selected, "
+            f"{num_distinct} recorded."
         )
+    reached = {record["milestone"] for record in judged if record["kind"] == "gate"}
+    missing += [f"No gate of {name} ran, though -m asks for it." for name in asked
+                if name not in reached]  # fmt: skip
     if not any(record["kind"] == "gate" and record["verdict"] != "NOT_RUN" for record in judged):
         missing.append("No gate ran.")
     verdict = "FAILED" if grave else "INCOMPLETE" if missing else "PASSED"
@@ -218,7 +224,7 @@ def _same(value: Any, limit: Any) -> bool:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun} was" if number == 1 else f"{number} {noun}s were"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _failure(record: Record) -> str:

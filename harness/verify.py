@@ -103,7 +103,8 @@ def _run(records: Sequence[Record]) -> Iterator[str]:
         return
     selected = report.selection.get("selected")
     errors = end.get("errors", [])
-    verdict, problems = run_verdict(report.records, selected, end["interrupted"], errors)
+    asked = report.selection.get("asked", [])
+    verdict, problems = run_verdict(report.records, selected, end["interrupted"], errors, asked)
     if end["verdict"] != verdict:
         yield f"The run is recorded as {end['verdict']}, but the records give {verdict}."
     elif end["problems"] != problems:

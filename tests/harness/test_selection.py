@@ -80,7 +80,9 @@ def test_stopping_at_the_first_failure_fails_and_counts_what_was_left(toy, worke
     assert toy.run("m1_toy.py", "-x", *workers).ret == 1
     assert toy.end()["verdict"] == "FAILED"
     if not workers:
-        assert any("2 gate runs were selected but 1 recorded" in p for p in toy.end()["problems"])
+        assert any(
+            "2 gate runs: that many were selected, 1 recorded" in p for p in toy.end()["problems"]
+        )
 
 
 def test_stopping_after_a_not_run_gate_is_no_pass(toy):
@@ -145,3 +147,39 @@ def test_a_broken_file_of_another_project_writes_no_evidence(pytester):
     pytester.makepyfile(test_broken="import no_such_package")
     assert pytester.runpytest().ret == 2
     assert not (pytester.path / "evidence").exists()
+
+
+def test_a_milestone_that_is_asked_for_and_not_there_is_no_pass(toy):
+    toy.gates()
+    result = toy.run(".", "-m", "M1 or M3")
+    assert result.ret == 6
+    assert "No gate of M3 ran, though -m asks for it." in toy.end()["problems"]
+    assert toy.run(".", "-m", "M1 and not M3").ret == 0
+
+
+def test_last_failed_over_a_folder_is_a_part(flagged):
+    assert flagged.run(".").ret == 1
+    (flagged.path / "mended").touch()
+    assert flagged.run("--lf", "-m", "M1", ".").ret == 0
+    assert flagged.evidence("selection")[0]["in_part"] == ["M1"]
+
+
+def test_a_project_with_gates_of_its_own_runs_those(flagged):
+    (flagged.path / "mended").touch()
+    assert flagged.run("-m", "M1").ret == 0
+    assert {gate["gate"] for gate in flagged.evidence("gate")} == {
+        "m1_toy::test_right",
+        "m1_toy::test_flag",
+    }
+
+
+def test_sigterm_leaves_complete_evidence(toy):
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    toy.gates(GATES.replace('    check("mended"', f'    {kill}; check("mended"'))
+    assert toy.run(new_process=True).ret == 2
+    assert toy.end()["interrupted"] is True
+
+
+def test_a_path_that_is_not_there_leaves_no_evidence(toy):
+    assert toy.run("-m", "M1", "no_such_file.py").ret == 4
+    assert not list(toy.path.glob("evidence/*/*"))

@@ -35,7 +35,7 @@ def test_a_seed_that_is_no_number(toy):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (None, "cannot import mine: ModuleNotFoundError: No module named 'mine'"),
+        (None, "cannot import it: ModuleNotFoundError: No module named 'mine'"),
         ("import no_such_package", "No module named 'no_such_package'"),
         ("1 / 0", "ZeroDivisionError"),
         ("x = 1", "must define ROLES"),
