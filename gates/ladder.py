@@ -30,4 +30,9 @@ def config(rung: str) -> DecoderConfig:
 def one_layer(rung: str) -> DecoderConfig:
     """One layer of the rung's true width over a small vocabulary: bounded memory anywhere."""
     full = config(rung)
-    return replace(full, num_layers=1, vocabulary_size=min(full.vocabulary_size, 1024))
+    return replace(
+        full,
+        num_layers=1,
+        vocabulary_size=min(full.vocabulary_size, 1024),
+        tokenizer_vocabulary=None,
+    )

@@ -36,12 +36,15 @@ def test_values(stack, dtype, scale, rng, device, check):
         dtype = toys.working_dtype(device)
     x = normal(rng, device, 5, 7, 33, dtype=dtype) * scale + scale / 2
     weight = normal(rng, device, 33, dtype=dtype)
+    want, x_before, weight_before = formula(x, weight, EPSILON), x.clone(), weight.clone()
     got = stack.rms_norm(x, weight, EPSILON)
     check("shape", list(got.shape), equal=list(x.shape), because="one output an input")
     check("dtype", str(got.dtype), equal=str(dtype), because="that of the input")
-    check("relative error", relative_error(got, formula(x, weight, EPSILON)),
+    check("relative error", relative_error(got, want),
           at_most=8 * torch.finfo(dtype).eps, because="four roundings; eps outside the root is "
           "0.1 % off at scale 1 and 45 % at 0.001")  # fmt: skip
+    untouched = torch.equal(x, x_before) and torch.equal(weight, weight_before)
+    check("inputs untouched", untouched, equal=True, because="others read x and weight after it")
 
 
 @gate(
@@ -55,9 +58,9 @@ def test_values(stack, dtype, scale, rng, device, check):
 def test_one_rounding(stack, gain, rng, device, check):
     x = normal(rng, device, 256, 128, dtype=torch.bfloat16)
     weight = (1 + normal(rng, device, 128, dtype=torch.float32)).to(gain)
+    want = formula(x, weight, EPSILON).bfloat16()
     got = stack.rms_norm(x, weight, EPSILON)
     check("dtype", str(got.dtype), equal="torch.bfloat16", because="that of the input")
-    want = formula(x, weight, EPSILON).bfloat16()
     differing = (got.cpu() != want).double().mean()
     check("share of outputs that are not the nearest", differing, at_most=0.01,
           because="float32 crosses a tie in 1 of 1000; a second rounding moves 24 %")  # fmt: skip

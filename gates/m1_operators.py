@@ -19,7 +19,10 @@ def check_against(formula, operator, inputs, names, rng, check):
     """Values and gradients of operator(*inputs) against the formula in float64 on the CPU."""
     inputs = [x.requires_grad_() for x in inputs]
     oracle_inputs = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    want, got = formula(*oracle_inputs), operator(*inputs)
+    want, before = formula(*oracle_inputs), [x.detach().clone() for x in inputs]
+    got = operator(*inputs)
+    untouched = all(map(torch.equal, inputs, before))
+    check("inputs untouched", untouched, equal=True, because="others read them after it")
     check("shape", list(got.shape), equal=list(want.shape), because="that of the formula")
     check("dtype", str(got.dtype), equal=str(inputs[0].dtype), because="that of the input")
     bound, because = toys.rounding(got.dtype), "another order of the same sums"

@@ -186,7 +186,7 @@ def drop_unmeant_cases(items: list[pytest.Item]) -> None:
             if dangling:
                 raise pytest.UsageError(
                     f"{variant.kind} {variant.name} names the case {min(dangling)!r} of {gate}, "
-                    f"which has {', '.join(sorted(found))}"
+                    f"which has {', '.join(sorted(found)) or 'no cases'}"
                 )
     items[:] = [item for item in items if _is_meant(item)]
 

@@ -40,7 +40,7 @@ def describe(session: pytest.Session, collected: dict[str, int]) -> dict[str, An
     in_part = [
         milestone
         for milestone in sorted(selected)
-        if some or milestone in left_out or selected[milestone] < collected[milestone]
+        if some or milestone in left_out or selected[milestone] < collected.get(milestone, 0)
     ]
     return {
         "collected": collected,

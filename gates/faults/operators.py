@@ -241,3 +241,30 @@ def multiplies_by_the_weight_itself(reference):
 def drops_the_bias(reference):
     """A fused path that takes no bias."""
     return lambda x, weight, bias: reference.linear(x, weight, None if bias is None else 0 * bias)
+
+
+# --- inputs as scratch space -------------------------------------------------------------------
+
+
+@fault(role="rms_norm", caught_by=f"{NORM}test_values", seen_in="own")
+def keeps_the_square_in_the_input(reference):
+    """Right values, but the input is scratch space and holds x^2 afterwards."""
+
+    def rms_norm(x, weight, eps):
+        y = reference.rms_norm(x.clone(), weight, eps)
+        x.data.square_()
+        return y
+
+    return rms_norm
+
+
+@fault(role="swiglu", caught_by=f"{OPERATORS}test_swiglu", seen_in="own")
+def writes_over_the_up_projection(reference):
+    """Right values, but they are also written where the up projection stood."""
+
+    def swiglu(gate, up):
+        h = reference.swiglu(gate.clone(), up.clone())
+        up.data.copy_(h.detach())
+        return h
+
+    return swiglu
