@@ -13,12 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from harness.contract import Role, Stack
 from harness.devices import Device, find, force_numerics
+
+Origin = dict[str, Any]  # role, module, version, file and hashes, as the evidence keeps them
 
 
 def load_reference(name: str) -> Stack:
@@ -32,16 +35,14 @@ def load_reference(name: str) -> Stack:
     return Stack(_roles(module, name))
 
 
-def load_candidates(
-    names: Iterable[str], reference: Stack
-) -> tuple[Stack, list[dict[str, str | None]]]:
+def load_candidates(names: Iterable[str], reference: Stack) -> tuple[Stack, list[Origin]]:
     """The reference stack with every candidate's roles put in, and where each role came from.
 
     Raises:
         pytest.UsageError: a candidate that does not import, has no ``ROLES``, names an unknown
             role or one that another candidate brought, or takes other arguments.
     """
-    stack, origins = reference, list[dict[str, str | None]]()
+    stack, origins = reference, list[Origin]()
     for name in names:
         module = _import(name)
         roles = _roles(module, name)
@@ -64,9 +65,9 @@ def load_candidates(
 
 def _import(name: str) -> ModuleType:
     """``candidates.<name>`` for a name without dots if there is one, else the module itself."""
-    if not all(part.isidentifier() for part in name.split(".")):
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
         raise pytest.UsageError(
-            f"--candidate {name}: give an importable module such as their.module, not a path"
+            f"--candidate {name}: give an importable module such as their.module, not a file"
         )
     try:
         short = f"candidates.{name}"
@@ -107,7 +108,7 @@ def _check_signature(name: str, role: str, function: Role, reference: Role) -> N
         ) from error
 
 
-def _origin(role: str, module: ModuleType) -> dict[str, str | None]:
+def _origin(role: str, module: ModuleType) -> Origin:
     file = getattr(module, "__file__", None)
     return {
         "role": role,
@@ -153,7 +154,7 @@ class Trial:
 
     reference: Stack
     stack: Stack
-    origins: list[dict[str, str | None]]
+    origins: list[Origin]
     device: Device
     flags: dict[str, str]
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+STATUS = ["status", "--porcelain"]
 PACKAGES = (
+    "touchstone",
     "torch",
     "torch_npu",
     "triton",
@@ -31,8 +33,10 @@ PACKAGES = (
 def describe_environment(folder: Path) -> dict[str, Any]:
     """Versions, cores, threads, CUDA, and the commit of ``folder`` with its changed files."""
     commit = _git(folder, "rev-parse", "HEAD")
-    changed = _git(folder, "status", "--porcelain")
-    own = _git(Path(__file__).parent, "rev-parse", "HEAD")
+    changed = _git(folder, *STATUS)
+    own, own_changed = (
+        _git(Path(__file__).parent, *command) for command in (["rev-parse", "HEAD"], STATUS)
+    )
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -43,6 +47,7 @@ def describe_environment(folder: Path) -> dict[str, Any]:
         "driver": _driver(),
         "commit": commit.strip() if commit else None,
         "touchstone_commit": own.strip() if own else None,
+        "touchstone_dirty": own_changed.splitlines() if own_changed is not None else None,
         "dirty": [line[3:] for line in changed.splitlines()] if changed is not None else None,
     }
 

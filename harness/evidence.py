@@ -35,9 +35,9 @@ class EvidenceWriter:
         self.num_lines = 0
         self.head = GENESIS
         self._num_bytes = 0
-        if (self.directory / "report.json").exists():
+        if os.path.exists(self.directory / "report.json"):
             raise EvidenceError(
-                f"{self.directory} already holds the report of a run; choose another folder"
+                f"{self.directory} already holds the evidence of a run; choose another folder"
             )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,13 @@ def seed_of(item: pytest.Item) -> int:
 @pytest.fixture
 def stack(request: pytest.FixtureRequest) -> Stack:
     """The stack on trial; for a fault or benign variant the reference with that role put in."""
+    from harness.judge import counting
+
     trial = trial_of(request.config)
     variant = getattr(request, "param", None)
     if variant is None:
-        return trial.stack
+        on_trial = [origin["role"] for origin in trial.origins]
+        return trial.stack.replace(counting(request.node, trial.stack, on_trial))
     if variant.role not in trial.reference.roles:
         raise ValueError(f"{variant.kind} {variant.name} replaces the unknown role {variant.role}")
     return trial.reference.replace({variant.role: variant.build(trial.reference)})

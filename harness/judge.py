@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from typing import Any
 
 import pytest
 
 from harness.checks import Check, CheckFailed
-from harness.contract import Gate
+from harness.contract import Gate, Role, Stack
 from harness.plugin import case_of, gate_name, variant_of
 from harness.verdict import gate_verdict, is_as_required, place
 
 CHECK = pytest.StashKey[Check]()
+CALLED = pytest.StashKey[set[str]]()
 RECORD = pytest.StashKey[dict[str, Any]]()
 
 
 def check_of(item: pytest.Item) -> Check:
     """The gate's measurements so far."""
     return item.stash.setdefault(CHECK, Check())
+
+
+def counting(item: pytest.Item, stack: Stack, roles: list[str]) -> dict[str, Role]:
+    """The roles on trial, each noting in the item's record that it was called."""
+    called: set[str] = item.stash.setdefault(CALLED, set())
+
+    def noting(role: str, function: Role) -> Role:
+        @functools.wraps(function)
+        def note_and_call(*arguments: Any, **keywords: Any) -> Any:
+            called.add(role)
+            return function(*arguments, **keywords)
+
+        return note_and_call
+
+    return {role: noting(role, stack.roles[role]) for role in roles}
 
 
 def phase(
@@ -55,6 +72,7 @@ def _blank(item: pytest.Item, gate: Gate) -> dict[str, Any]:
         "roles": list(gate.roles),
         "measurements": [],
         "series": [],
+        "called": [],
         "verdict": "ERROR",
         "reason": "the gate did not come to an end",
         "duration_s": 0.0,
@@ -74,6 +92,7 @@ def _judge(item: pytest.Item, call: pytest.CallInfo[None], record: dict[str, Any
     check = check_of(item)
     measurements = list(check.measurements.values())
     record["measurements"], record["series"] = measurements, check.curves
+    record["called"] = sorted(item.stash.get(CALLED, ()))
     raised = call.excinfo.value if call.excinfo else None
     failed = isinstance(raised, CheckFailed) and call.when == "call"
     not_run = isinstance(raised, pytest.skip.Exception) and call.when != "teardown"

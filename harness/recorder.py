@@ -67,14 +67,14 @@ class Run:
                 }
             )
         except EvidenceError as error:
-            raise pytest.UsageError(f"the evidence cannot be written: {error}") from error
+            raise pytest.UsageError(f"no evidence, no run: {error}") from error
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep one gate's record, in memory and on disk."""
         try:
             self.evidence.append(record)
         except EvidenceError as error:
-            pytest.exit(f"the evidence cannot be written: {error}")
+            pytest.exit(f"no evidence, no run: {error}")
         self.records.append(record)
 
     def discard(self) -> None:
@@ -100,6 +100,7 @@ class Run:
             self.interrupted,
             self.errors,
             self.selection["asked"],
+            [origin["role"] for origin in trial_of(self.config).origins],
         )
         status = exit_status(self.verdict, self.config.option.allow_incomplete, self.interrupted)
         try:

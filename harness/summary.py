@@ -44,19 +44,26 @@ def _about(run: Run) -> str:
     part = f", {selected} of {collected} collected" if collected > selected else ""
     if run.selection.get("in_part"):
         part += f"; only a part of {', '.join(run.selection['in_part'])}"
+    if run.config.option.no_faults:
+        part += "; no fault was planted (--no-faults)"
     return f"{who} on {run.config.option.device}, rung {run.config.option.rung}{part}"
 
 
 def verdict_table(records: list[dict[str, Any]]) -> Table:
-    """One row a milestone: gates by verdict, faults caught, benign variants accepted."""
-    table = Table(title="Gates", title_justify="left", title_style="bold")
+    """One row a milestone: gates, their cases by verdict, faults caught, benign accepted."""
+    table = Table(title="Gates, and their cases by verdict", title_justify="left")
     table.add_column("milestone")
+    table.add_column("gates", justify="right")
     for name in ("PASS", "FAIL", "ERROR", "NOT_RUN", "faults caught", "benign accepted"):
         table.add_column(name, justify="right")
     for milestone in sorted({record["milestone"] for record in records}):
         own = [record for record in records if record["milestone"] == milestone]
         verdicts = Counter(record["verdict"] for record in own if record["kind"] == "gate")
-        cells = [str(verdicts[name]) for name in ("PASS", "FAIL", "ERROR", "NOT_RUN")]
+        gates = {record["gate"] for record in own}
+        cells = [
+            str(len(gates)),
+            *(str(verdicts[name]) for name in ("PASS", "FAIL", "ERROR", "NOT_RUN")),
+        ]
         cells += [_ratio(own, kind) for kind in ("fault", "benign")]
         table.add_row(milestone, *cells)
     return table

@@ -126,6 +126,7 @@ def run_verdict(
     interrupted: bool,
     errors: Sequence[str] = (),
     asked: Sequence[str] = (),
+    on_trial: Sequence[str] = (),
 ) -> tuple[str, list[str]]:
     """PASSED, FAILED or INCOMPLETE, and one sentence for every problem, the gravest first.
 
@@ -136,6 +137,7 @@ def run_verdict(
         errors: what went wrong outside any gate, such as a file that could not be collected, one
             sentence each; any of them makes the run FAILED.
         asked: the milestones that -m names; one without a gate run makes the run INCOMPLETE.
+        on_trial: the candidates' roles; one that no gate called makes the run INCOMPLETE.
     """
     judged = [record for record in records if record["kind"] in GATE_KINDS]
     failures = [_failure(record) for record in judged]
@@ -159,6 +161,9 @@ def run_verdict(
     reached = {record["milestone"] for record in judged if record["kind"] == "gate"}
     missing += [f"No gate of {name} ran, though -m asks for it." for name in asked
                 if name not in reached]  # fmt: skip
+    called = {role for record in judged for role in record.get("called", ())}
+    missing += [f"No selected gate called the role {role}, so it was not on trial."
+                for role in on_trial if role not in called]  # fmt: skip
     if not any(record["kind"] == "gate" and record["verdict"] != "NOT_RUN" for record in judged):
         missing.append("No gate ran.")
     verdict = "FAILED" if grave else "INCOMPLETE" if missing else "PASSED"

@@ -104,7 +104,10 @@ def _run(records: Sequence[Record]) -> Iterator[str]:
     selected = report.selection.get("selected")
     errors = end.get("errors", [])
     asked = report.selection.get("asked", [])
-    verdict, problems = run_verdict(report.records, selected, end["interrupted"], errors, asked)
+    on_trial = [entry["role"] for entry in report.candidates]
+    verdict, problems = run_verdict(
+        report.records, selected, end["interrupted"], errors, asked, on_trial
+    )
     if end["verdict"] != verdict:
         yield f"The run is recorded as {end['verdict']}, but the records give {verdict}."
     elif end["problems"] != problems:

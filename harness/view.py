@@ -114,16 +114,23 @@ class Report:
             found += [(record, curves) for curves in axes.values()]
         return found
 
+    def roles_with_faults(self, milestone: Milestone) -> list[str]:
+        """The roles that a fault of the milestone's gates is planted in."""
+        names = {gate.name for gate in milestone.gates}
+        return sorted({str(fault.text["role"]) for fault in self.faults if fault.gate in names})
+
     def coverage(self, milestone: Milestone) -> list[tuple[str, list[tuple[int, int] | None]]]:
-        """For every role, over the milestone's gates: (faults caught, faults planted) or None."""
-        rows: dict[str, list[tuple[int, int] | None]] = {}
-        for place, gate in enumerate(milestone.gates):
+        """For every gate, over ``roles_with_faults``: (faults caught, faults planted) or None."""
+        rows: list[tuple[str, list[tuple[int, int] | None]]] = []
+        for gate in milestone.gates:
             here = [fault for fault in self.faults if fault.gate == gate.name]
-            for role in sorted({str(fault.text["role"]) for fault in here}):
+            cells: list[tuple[int, int] | None] = []
+            for role in self.roles_with_faults(milestone):
                 own = [fault for fault in here if fault.text["role"] == role]
                 caught = sum(fault.outcome == "CAUGHT" for fault in own)
-                rows.setdefault(role, [None] * len(milestone.gates))[place] = (caught, len(own))
-        return sorted(rows.items())
+                cells.append((caught, len(own)) if own else None)
+            rows += [(gate.name, cells)] if here else []
+        return rows
 
     def _milestone(self, name: str) -> Milestone:
         gates = [gate for gate in self.gates if gate.milestone == name]

@@ -86,3 +86,11 @@ def test_a_gate_in_a_file_without_a_milestone_is_refused(toy):
     result = toy.run("test_ordinary.py")
     assert result.ret == 4
     assert "gives no milestone" in result.stderr.str()
+
+
+def test_a_candidate_that_no_gate_called_did_not_pass(toy):
+    toy.gates(GATES)
+    toy.candidate("ROLES = {'double': lambda x: 2 * x, 'half': lambda x: 1 / 0}")
+    assert toy.run("m1_toy.py", "--candidate", "mine").ret == 6
+    assert "No selected gate called the role half" in toy.end()["problems"][0]
+    assert toy.evidence("gate")[0]["called"] == ["double"]

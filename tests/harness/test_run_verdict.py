@@ -120,3 +120,17 @@ def test_exit_status(verdict, allow, interrupted, status):
 def test_an_unknown_verdict_has_no_exit_status():
     with pytest.raises(ValueError, match="unknown verdict 'OK'"):
         exit_status("OK")
+
+
+def test_a_role_on_trial_that_no_gate_called_is_incomplete():
+    records = [record("m1_toy::test_a", measurement("v", 1, equal=1), roles=("rope",))]
+    assert run_verdict(records, 1, False, on_trial=["rope"])[0] == "PASSED"
+    verdict, problems = run_verdict(records, 1, False, on_trial=["rope", "swiglu"])
+    assert verdict == "INCOMPLETE"
+    assert problems == ["No selected gate called the role swiglu, so it was not on trial."]
+
+
+def test_a_milestone_that_is_asked_for_and_did_not_run_is_incomplete():
+    records = [record("m1_toy::test_a", measurement("v", 1, equal=1))]
+    assert run_verdict(records, 1, False, asked=["M1"])[0] == "PASSED"
+    assert run_verdict(records, 1, False, asked=["M1", "M3"])[0] == "INCOMPLETE"

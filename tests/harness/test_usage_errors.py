@@ -54,8 +54,9 @@ def test_a_candidate_that_cannot_stand_trial(toy, body, message):
     assert message in refused(toy, "--candidate", "mine")
 
 
-def test_a_path_is_no_module(toy):
-    assert "give an importable module" in refused(toy, "--candidate", "mine/kernels.py")
+@pytest.mark.parametrize("path", ["mine/kernels.py", "mine.py", "./mine"])
+def test_a_file_is_no_module(toy, path):
+    assert "give an importable module" in refused(toy, "--candidate", path)
 
 
 def test_two_candidates_for_one_role(toy):
@@ -66,7 +67,10 @@ def test_two_candidates_for_one_role(toy):
 
 
 def test_two_candidates_for_two_roles(toy):
-    toy.gates()
+    toy.gates(
+        "@gate(claim='a claim', **about)\ndef test_both(stack, check):\n"
+        "    check('v', stack.half(stack.double(3)), equal=3, because='arithmetic')\n"
+    )
     toy.candidate("__version__ = '7.1'\nROLES = {'double': lambda x: 2 * x}")
     toy.candidate("ROLES = {'half': lambda x: x / 2}", "yours")
     assert toy.run("m1_toy.py", "--candidate", "mine", "--candidate", "yours").ret == 0
@@ -85,7 +89,7 @@ def test_a_candidate_in_a_package_of_the_current_folder(toy):
 
 def test_an_evidence_folder_that_is_a_file(toy):
     (toy.path / "taken").touch()
-    assert "the evidence cannot be written" in refused(toy, "--evidence", "taken")
+    assert "cannot write evidence" in refused(toy, "--evidence", "taken")
 
 
 def test_an_evidence_folder_that_holds_evidence(toy):
@@ -97,7 +101,7 @@ def test_an_evidence_folder_that_holds_evidence(toy):
 
 
 def test_an_evidence_folder_that_cannot_be_made(toy):
-    assert "the evidence cannot be written" in refused(toy, "--evidence", "/proc/e")
+    assert "cannot write evidence" in refused(toy, "--evidence", "/proc/e")
 
 
 @pytest.mark.parametrize("limit", [300, 2500, 6000])  # bytes a file may have

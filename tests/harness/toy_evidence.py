@@ -38,6 +38,7 @@ def record(gate, *measurements, case="", claim="It holds.", roles=("accumulate",
         "roles": list(roles),
         "measurements": list(measurements),
         "series": [],
+        "called": list(roles),
         "verdict": gate_verdict(measurements),
         "reason": reason if measurements else "the gate measured nothing",
         "duration_s": 0.05 + 0.01 * len(gate),
@@ -106,7 +107,8 @@ def write(folder, records, run=None, selected=None, interrupted=False, errors=()
     """Evidence from the run's line to its end, as the recorder writes it; not yet rendered."""
     run = run or run_line()
     selected = len(records) if selected is None else selected
-    verdict, problems = run_verdict(records, selected, interrupted, errors)
+    on_trial = [candidate["role"] for candidate in run["candidates"]]
+    verdict, problems = run_verdict(records, selected, interrupted, errors, on_trial=on_trial)
     milestones = {}
     for made in records:
         milestones[made["milestone"]] = milestones.get(made["milestone"], 0) + 1
