@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +177,7 @@ def _python_docs(seed: int) -> tuple[Rows, Rows, str]:
     )
 
 
+COMPUTE_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 CORPORA = {"language": _language, "python-docs": _python_docs}
 
 
@@ -186,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = _parser()
     options = parser.parse_args(arguments)
-    config, stack = preset(options.preset), SimpleNamespace(**ROLES)
+    stack, dtype = SimpleNamespace(**ROLES), COMPUTE_DTYPES[options.compute_dtype]
+    config = replace(preset(options.preset), compute_dtype=dtype)
     try:
         training_rows, held_out_rows, remark = CORPORA[options.corpus](options.seed)
         longest = max(training_rows.row_tokens, held_out_rows.row_tokens)
@@ -231,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=_positive, default=300, metavar="N")
     parser.add_argument("--learning-rate", type=float, default=6e-3, metavar="PEAK")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order")
+    parser.add_argument(
+        "--compute-dtype",
+        choices=COMPUTE_DTYPES,
+        default="float32",
+        help="of weights and activations in use; parameters, gradients and moments stay float32",
+    )
     parser.add_argument("--device", type=_device, default="cpu", help="cpu, cuda or npu")
     return parser
 

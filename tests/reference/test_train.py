@@ -93,3 +93,19 @@ def test_the_command_ends_with_the_held_out_loss(corpus, capsys, monkeypatch):
     assert captured.err == ""
     assert captured.out.startswith("2 updates, ")
     assert "held-out loss " in captured.out and captured.out.count("\n") == 1
+
+
+def test_the_command_trains_in_bfloat16_with_float32_parameters(monkeypatch):
+    kept = []
+    real = module.train
+
+    def keep(*arguments, **options):
+        kept.append(real(*arguments, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(module, "train", keep)
+    assert main(["--updates", "2", "--compute-dtype", "bfloat16"]) == 0
+    (result,) = kept
+    assert result.model.config.compute_dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in result.model.parameters()} == {torch.float32}
+    assert {s.first_moment.dtype for s in result.optimizer_state.values()} == {torch.float32}
