@@ -100,8 +100,8 @@ def _expected(count: Counter[str], num_seeds: int) -> int:
 
 def _table(verdicts: dict[Key, Counter[str]], num_seeds: int) -> Table:
     table = Table(title=f"Passes over {num_seeds} seeds", title_justify="left")
-    table.add_column("gate")
-    table.add_column("implementation")
+    table.add_column("gate", overflow="fold")
+    table.add_column("implementation", overflow="fold")
     for name in ("cases", "passed", "alarms", "not run"):
         table.add_column(name, justify="right")
     for (gate, who), count in sorted(verdicts.items()):
