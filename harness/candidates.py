@@ -159,9 +159,6 @@ class Trial:
     flags: dict[str, str]
 
 
-TRIAL = pytest.StashKey[Trial]()
-
-
 def load_trial(config: pytest.Config) -> Trial:
     """Load the reference and the candidates, find the device and force the numerics flags."""
     folder = str(config.invocation_params.dir)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from harness.contract import Stack
 
 
+TRIAL = pytest.StashKey["Trial"]()
+
+
 def trial_of(config: pytest.Config) -> Trial:
     """What is on trial, loaded once a process. Raises pytest.UsageError on a bad candidate."""
-    from harness.candidates import TRIAL, load_trial
+    from harness.candidates import load_trial
 
     if TRIAL not in config.stash:
         config.stash[TRIAL] = load_trial(config)
@@ -43,8 +46,6 @@ def stack(request: pytest.FixtureRequest) -> Stack:
     if variant is None:
         on_trial = [origin["role"] for origin in trial.origins]
         return trial.stack.replace(counting(request.node, trial.stack, on_trial))
-    if variant.role not in trial.reference.roles:
-        raise ValueError(f"{variant.kind} {variant.name} replaces the unknown role {variant.role}")
     return trial.reference.replace({variant.role: variant.build(trial.reference)})
 
 
@@ -143,7 +144,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     from harness.plugin import gate_of, variant_of
 
     yield
-    trial = item.config.stash.get(_trial_key(), None)
+    trial = item.config.stash.get(TRIAL, None)
     if gate_of(item) is None or variant_of(item) is not None or trial is None:
         return
     from harness.devices import numerics
@@ -153,12 +154,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
                if now[flag] != was]  # fmt: skip
     if changed:
         raise RuntimeError(f"what is on trial changed the process: {'; '.join(changed)}")
-
-
-def _trial_key() -> Any:
-    from harness.candidates import TRIAL
-
-    return TRIAL
 
 
 def _refuse_shadowed_fixtures(item: pytest.Item) -> None:

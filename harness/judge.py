@@ -46,7 +46,7 @@ def phase(
     The record is complete, and travels with the report, when the teardown is over.
     """
     if call.when == "setup":
-        item.stash[RECORD] = _blank(item, gate)
+        item.stash[RECORD] = _blank_of(item, gate)
     record = item.stash[RECORD]
     record["duration_s"] += call.duration
     if call.when == "call" or call.excinfo is not None:
@@ -58,14 +58,14 @@ def phase(
     return report
 
 
-def _blank(item: pytest.Item, gate: Gate) -> dict[str, Any]:
-    variant = variant_of(item)
-    record: dict[str, Any] = {
-        "kind": variant.kind if variant else "gate",
-        "gate": gate_name(item),
-        "case": case_of(item),
-        "milestone": gate_name(item)[:2].upper(),
-        "nodeid": item.nodeid if item.nodeid[0] != ":" else f"{item.path.name}{item.nodeid}",
+def blank(kind: str, gate: Gate, name: str, case: str, nodeid: str) -> dict[str, Any]:
+    """The record of a gate that has not come to an end."""
+    return {
+        "kind": kind,
+        "gate": name,
+        "case": case,
+        "milestone": name[:2].upper(),
+        "nodeid": nodeid,
         "claim": gate.claim,
         "not_claimed": gate.not_claimed,
         "source": gate.source,
@@ -77,6 +77,12 @@ def _blank(item: pytest.Item, gate: Gate) -> dict[str, Any]:
         "reason": "the gate did not come to an end",
         "duration_s": 0.0,
     }
+
+
+def _blank_of(item: pytest.Item, gate: Gate) -> dict[str, Any]:
+    variant, name = variant_of(item), gate_name(item)
+    nodeid = item.nodeid if item.nodeid[0] != ":" else f"{item.path.name}{item.nodeid}"
+    record = blank(variant.kind if variant else "gate", gate, name, case_of(item), nodeid)
     if variant:
         origin = "seen_in" if variant.kind == "fault" else "because"
         record["variant"] = {

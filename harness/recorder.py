@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from harness.contract import Gate
 from harness.evidence import EvidenceError, EvidenceWriter
 from harness.fixtures import trial_of
 from harness.plugin import GATE_FILE, asked_for_gates, drop_unmeant_cases
@@ -231,25 +232,15 @@ def _crashed_worker(report: pytest.TestReport) -> dict[str, Any] | None:
     match = GATE_ID.fullmatch(report.nodeid)
     if not match or getattr(report, "gate", None) or not report.failed:
         return None
+    from harness.judge import blank
+
     case, kind, name = CASE.fullmatch((match[4] or "[]")[1:-1]).groups()  # type: ignore[union-attr]
-    variant = {"name": name, "role": "", "summary": "", "seen_in": "", "because": ""}
-    return {
-        "kind": kind or "gate",
-        **({"variant": variant} if kind else {}),
-        "gate": f"{match[2]}::{match[3]}",
-        "case": case,
-        "milestone": match[2][:2].upper(),
-        "nodeid": report.nodeid,
-        "claim": "",
-        "not_claimed": "",
-        "source": "",
-        "roles": [],
-        "measurements": [],
-        "series": [],
-        "verdict": "ERROR",
-        "reason": str(report.longrepr),
-        "duration_s": 0.0,
-    }
+    unknown = Gate("", (), "", "")
+    record = blank(kind or "gate", unknown, f"{match[2]}::{match[3]}", case, report.nodeid)
+    if kind:
+        record["variant"] = {"name": name, "role": "", "summary": "", "seen_in": "", "because": ""}
+    record["reason"] = str(report.longrepr)
+    return record
 
 
 def pytest_configure(config: pytest.Config) -> None:
