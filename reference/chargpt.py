@@ -38,10 +38,10 @@ class Attention(nn.Module):
         super().__init__()
         self.stack, self.head_width = stack, config.head_width
         width = config.model_width
-        self.q_proj = _linear(config, stack, width, width)
-        self.k_proj = _linear(config, stack, width, width)
-        self.v_proj = _linear(config, stack, width, width)
-        self.o_proj = _linear(config, stack, width, width)
+        self.q_proj = Linear(config, stack, width, width, bias=True)
+        self.k_proj = Linear(config, stack, width, width, bias=True)
+        self.v_proj = Linear(config, stack, width, width, bias=True)
+        self.o_proj = Linear(config, stack, width, width, bias=True)
 
     def forward(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
         q_BTNH, k_BTNH, v_BTNH = (
@@ -62,8 +62,8 @@ class CharGPTLayer(nn.Module):
         self.input_layernorm = LayerNorm(config)
         self.self_attn = Attention(config, stack)
         self.post_attention_layernorm = LayerNorm(config)
-        self.up_proj = _linear(config, stack, width, 4 * width)
-        self.down_proj = _linear(config, stack, 4 * width, width)
+        self.up_proj = Linear(config, stack, width, 4 * width, bias=True)
+        self.down_proj = Linear(config, stack, 4 * width, width, bias=True)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         """positions_BT is not read: they were added to the embedding."""
@@ -83,12 +83,12 @@ class CharGPT(nn.Module):
     def __init__(self, config: CharGPTConfig, stack: Any) -> None:
         super().__init__()
         self.config, self.stack = config, stack
-        std, dtype, width = config.initializer_std, config.compute_dtype, config.model_width
-        self.embed_tokens = Embedding(config.vocabulary_size, width, std=std, compute_dtype=dtype)
-        self.embed_positions = Embedding(config.max_positions, width, std=std, compute_dtype=dtype)
+        width = config.model_width
+        self.embed_tokens = Embedding(config, config.vocabulary_size, width)
+        self.embed_positions = Embedding(config, config.max_positions, width)
         self.layers = nn.ModuleList(CharGPTLayer(config, stack) for _ in range(config.num_layers))
         self.norm = LayerNorm(config)
-        self.lm_head = _linear(config, stack, width, config.vocabulary_size, bias=False)
+        self.lm_head = Linear(config, stack, width, config.vocabulary_size, bias=False)
 
     def forward(
         self,
@@ -114,16 +114,3 @@ class CharGPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | Embedding | LayerNorm):
                 module.reset_parameters()
-
-
-def _linear(
-    config: CharGPTConfig, stack: Any, in_features: int, out_features: int, *, bias: bool = True
-) -> Linear:
-    return Linear(
-        stack,
-        in_features,
-        out_features,
-        bias=bias,
-        std=config.initializer_std,
-        compute_dtype=config.compute_dtype,
-    )

@@ -103,6 +103,9 @@ class CharGPTConfig:
         return self.model_width // self.num_heads
 
 
+ModelConfig = DecoderConfig | CharGPTConfig
+
+
 def _require_counts(config: object, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reference.config import ModelConfig
+
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """`tensor` in `dtype`, or as it is for None: how a parameter enters a computation."""
@@ -19,11 +21,11 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, stack: Any, in_features: int, out_features: int, *, bias: bool, std: float,
-        compute_dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+        self, config: ModelConfig, stack: Any, in_features: int, out_features: int, *, bias: bool
+    ) -> None:
         super().__init__()
-        self.stack, self.std, self.compute_dtype = stack, std, compute_dtype
+        self.stack, self.std = stack, config.initializer_std
+        self.compute_dtype = config.compute_dtype
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.reset_parameters()
@@ -42,11 +44,9 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Row `ids` of weight [num_rows, width] ~ Normal(0, std^2), cast to `compute_dtype`."""
 
-    def __init__(
-        self, num_rows: int, width: int, *, std: float, compute_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, num_rows: int, width: int) -> None:
         super().__init__()
-        self.std, self.compute_dtype = std, compute_dtype
+        self.std, self.compute_dtype = config.initializer_std, config.compute_dtype
         self.weight = nn.Parameter(torch.empty(num_rows, width))
         self.reset_parameters()
 

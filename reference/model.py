@@ -56,10 +56,10 @@ class SelfAttention(nn.Module):
         query_width = config.num_query_heads * config.head_width
         kv_width = config.num_kv_heads * config.head_width
         bias = config.qkv_bias
-        self.q_proj = _linear(config, stack, config.model_width, query_width, bias=bias)
-        self.k_proj = _linear(config, stack, config.model_width, kv_width, bias=bias)
-        self.v_proj = _linear(config, stack, config.model_width, kv_width, bias=bias)
-        self.o_proj = _linear(config, stack, query_width, config.model_width)
+        self.q_proj = Linear(config, stack, config.model_width, query_width, bias=bias)
+        self.k_proj = Linear(config, stack, config.model_width, kv_width, bias=bias)
+        self.v_proj = Linear(config, stack, config.model_width, kv_width, bias=bias)
+        self.o_proj = Linear(config, stack, query_width, config.model_width, bias=False)
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (
@@ -78,9 +78,15 @@ class FeedForward(nn.Module):
     def __init__(self, config: DecoderConfig, stack: Any) -> None:
         super().__init__()
         self.stack = stack
-        self.gate_proj = _linear(config, stack, config.model_width, config.feed_forward_width)
-        self.up_proj = _linear(config, stack, config.model_width, config.feed_forward_width)
-        self.down_proj = _linear(config, stack, config.feed_forward_width, config.model_width)
+        self.gate_proj = Linear(
+            config, stack, config.model_width, config.feed_forward_width, bias=False
+        )
+        self.up_proj = Linear(
+            config, stack, config.model_width, config.feed_forward_width, bias=False
+        )
+        self.down_proj = Linear(
+            config, stack, config.feed_forward_width, config.model_width, bias=False
+        )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = self.stack.swiglu(self.gate_proj(x_BTD), self.up_proj(x_BTD))
@@ -115,15 +121,10 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, stack: Any) -> None:
         super().__init__()
         self.config, self.stack = config, stack
-        self.embed_tokens = Embedding(
-            config.vocabulary_size,
-            config.model_width,
-            std=config.initializer_std,
-            compute_dtype=config.compute_dtype,
-        )
+        self.embed_tokens = Embedding(config, config.vocabulary_size, config.model_width)
         self.layers = nn.ModuleList(DecoderLayer(config, stack) for _ in range(config.num_layers))
         self.norm = RMSNorm(config, stack)
-        self.lm_head = _linear(config, stack, config.model_width, config.vocabulary_size)
+        self.lm_head = Linear(config, stack, config.model_width, config.vocabulary_size, bias=False)
         self._tie()
         self.register_load_state_dict_pre_hook(_refuse_a_second_table)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_tie_after_load)  # type: ignore[no-untyped-call]
@@ -164,19 +165,6 @@ class Decoder(nn.Module):
     def _tie(self) -> None:
         if self.config.tied_head:
             self.lm_head.weight = self.embed_tokens.weight
-
-
-def _linear(
-    config: DecoderConfig, stack: Any, in_features: int, out_features: int, *, bias: bool = False
-) -> Linear:
-    return Linear(
-        stack,
-        in_features,
-        out_features,
-        bias=bias,
-        std=config.initializer_std,
-        compute_dtype=config.compute_dtype,
-    )
 
 
 def _refuse_a_second_table(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:

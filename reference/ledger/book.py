@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from reference.config import DecoderConfig
+from reference.config import DecoderConfig, ModelConfig
 from reference.ledger.flops import FlopsConvention, flops_of_parameters, training_flops
 from reference.ledger.memory import GIB, MIB, MIXED, kv_cache_bytes, training_memory
-from reference.ledger.parameters import ModelConfig, parameter_count, rotary_frequencies
+from reference.ledger.parameters import parameter_count, rotary_frequencies
 from reference.ledger.time import training_time
 from reference.ledger.windows import LastWindow, plan_windows
 

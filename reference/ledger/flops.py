@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from reference.ledger.parameters import ModelConfig, parameter_count, query_width
+from reference.config import ModelConfig
+from reference.ledger.parameters import parameter_count, query_width
 
 KAPPA_NONE, KAPPA_CAUSAL, KAPPA_FULL = 0, 6, 12
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference.config import CharGPTConfig
-from reference.ledger.parameters import ModelConfig
+from reference.config import CharGPTConfig, ModelConfig
 
 GB = 10**9
 GIB = 2**30

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference.config import CharGPTConfig, DecoderConfig
-
-ModelConfig = DecoderConfig | CharGPTConfig
+from reference.config import CharGPTConfig, DecoderConfig, ModelConfig
 
 
 @dataclass(frozen=True)
