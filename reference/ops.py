@@ -31,6 +31,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * inverse_rms * weight.to(wide.dtype)).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """total = x + residual, rounded once to their dtype; y = rms_norm(total, weight, eps).
+
+    x, residual, y and total [..., D] share a dtype; weight [D]. y is the norm of the rounded total,
+    so that what is normalised is what the residual stream carries on. Returns (y, total).
+
+    Raises ValueError if x and residual differ in shape or dtype, or weight is not [D].
+    Source: the residual addition and the norm that follows it in a pre-norm decoder layer.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(f"x and residual must be alike, got {x.dtype} {list(x.shape)} and "
+                         f"{residual.dtype} {list(residual.shape)}")  # fmt: skip
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
 def rope(
     q_BTNH: Tensor, k_BTKH: Tensor, positions_BT: Tensor, theta: float
 ) -> tuple[Tensor, Tensor]:

@@ -23,15 +23,15 @@ class AdamState:
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Two groups that hold every parameter once: matrices decay, vectors do not.
+    """Two groups that hold every trained parameter once: matrices decay, vectors do not.
 
     The first group (2 dimensions and more: projections and tables) has `weight_decay`, the second
-    (norm gains and biases) has 0. A tied parameter is one parameter. Raises ValueError for a
-    negative weight decay.
+    (norm gains and biases) has 0. A tied parameter is one parameter. A frozen one (requires_grad
+    False) is in neither. Raises ValueError for a negative weight decay.
     """
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be >= 0, got {weight_decay}")
-    parameters = list(model.parameters())  # a shared parameter comes once
+    parameters = [p for p in model.parameters() if p.requires_grad]  # a shared one comes once
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -7,6 +7,9 @@ from reference.data.batches import batches, shuffle
 from reference.data.labels import make_labels
 from reference.data.pack import pack
 from reference.evaluate import evaluate
+from reference.generate import generate
+from reference.hf.weights import load_pretrained, save_pretrained
+from reference.ledger.adapters import adapter_memory
 from reference.ledger.flops import training_flops
 from reference.ledger.memory import kv_cache_bytes, training_memory
 from reference.ledger.parameters import parameter_count, rotary_frequencies
@@ -18,9 +21,10 @@ from reference.ledger.time import (
     training_time,
 )
 from reference.ledger.windows import count_targets, plan_windows, window_rows
+from reference.lora import add_adapters, load_adapters, merge_adapters, save_adapters
 from reference.loss import token_nll
 from reference.model import build_model
-from reference.ops import attention, linear, rms_norm, rope, swiglu
+from reference.ops import add_rms_norm, attention, linear, rms_norm, rope, swiglu
 from reference.optimizer import clip_grad_norm, optimizer_step, param_groups
 from reference.schedule import learning_rate
 from reference.train import train
@@ -28,6 +32,7 @@ from reference.update import accumulate, update_window
 
 OPERATORS = {
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "rope": rope,
     "attention": attention,
     "swiglu": swiglu,
@@ -50,6 +55,7 @@ LEDGER = {
     "parameter_count": parameter_count,
     "rotary_frequencies": rotary_frequencies,
     "training_memory": training_memory,
+    "adapter_memory": adapter_memory,
     "kv_cache_bytes": kv_cache_bytes,
     "training_flops": training_flops,
     "training_time": training_time,
@@ -61,4 +67,13 @@ LEDGER = {
     "window_rows": window_rows,
     "count_targets": count_targets,
 }
-ROLES = {**OPERATORS, **TRAINING, **DATA, **LEDGER}
+WEIGHTS = {
+    "load_pretrained": load_pretrained,
+    "save_pretrained": save_pretrained,
+    "add_adapters": add_adapters,
+    "merge_adapters": merge_adapters,
+    "save_adapters": save_adapters,
+    "load_adapters": load_adapters,
+    "generate": generate,
+}
+ROLES = {**OPERATORS, **TRAINING, **DATA, **LEDGER, **WEIGHTS}

@@ -47,3 +47,29 @@ class ByteTokenizer:
             if not 0 <= value < self.eos:
                 raise ValueError(f"token {place} is {value}; byte tokens are 0..{self.eos}")
         return bytes(values)
+
+    @property
+    def json_bytes(self) -> bytes:
+        """A tokenizer.json with the same ids for UTF-8 text, so that a model can be exported."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        letters = _letters_of_bytes()
+        vocabulary = {letter: byte for byte, letter in enumerate(letters)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])  # gets 256
+        text: str = tokenizer.to_str()
+        return text.encode("utf-8")
+
+
+def _letters_of_bytes() -> list[str]:
+    """The letter that stands for each byte in byte-level vocabularies.
+
+    It is the byte's own where that can be seen, else the next unused one from 256 on. Source:
+    Radford et al. 2019, the code of GPT-2.
+    """
+    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    seen |= set(range(ord("®"), ord("ÿ") + 1))
+    unused = iter(range(256, 512))
+    return [chr(byte if byte in seen else next(unused)) for byte in range(256)]

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         last_window=options.last_window,
         peak_flops_per_s=options.tflops * 1e12,
         utilizations=tuple(options.utilization),
+        lora_rank=options.lora_rank,
     )
     console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
     try:
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--context", type=whole_number, help=f"sequence length: tokens of a row ({DEFAULT_CONTEXT})"
     )
     add("--last-window", choices=("trim", "overshoot"), default="trim")
+    add("--lora-rank", type=whole_number, help="train adapters of this rank alone, in a table more")
     add("--tflops", type=float, default=120.0, help="assumed TFLOP/s of a rank (120)")
     add(
         "--utilization",

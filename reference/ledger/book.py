@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from reference.config import DecoderConfig, ModelConfig
+from reference.ledger.adapter_book import adapters_table
 from reference.ledger.flops import FlopsConvention, flops_of_parameters, training_flops
 from reference.ledger.memory import GIB, MIB, MIXED, kv_cache_bytes, training_memory
 from reference.ledger.parameters import parameter_count, rotary_frequencies
+from reference.ledger.tables import ASSUMED, CONVENTION, EXACT, new_table
 from reference.ledger.time import training_time
 from reference.ledger.windows import LastWindow, plan_windows
 
-EXACT, CONVENTION, ASSUMED = "exact", "convention", "[bold yellow]ASSUMED[/]"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, as a rule of thumb
 ZERO_STAGES = (0, 1, 2, 3)
 CONVENTIONS = (
@@ -52,6 +53,7 @@ class PlannedRun:
     last_window: LastWindow
     peak_flops_per_s: float
     utilizations: tuple[float, ...]
+    lora_rank: int | None = None  # None: all parameters are trained
 
 
 def print_book(run: PlannedRun, console: Console) -> None:
@@ -64,6 +66,7 @@ def print_book(run: PlannedRun, console: Console) -> None:
         inputs_table(run),
         parameters_table(run),
         memory_table(run),
+        *_adapters(run),
         flops_table(run),
         time_table(run),
         cache_table(run),
@@ -74,9 +77,15 @@ def print_book(run: PlannedRun, console: Console) -> None:
         console.print()
 
 
+def _adapters(run: PlannedRun) -> list[Table]:
+    if run.lora_rank is None:
+        return []
+    return [adapters_table(run.config, run.lora_rank, run.num_ranks)]
+
+
 def inputs_table(run: PlannedRun) -> Table:
     """The shape and the choices that all other tables start from."""
-    table = _table(f"{run.preset}: what goes in", "input", "value")
+    table = new_table(f"{run.preset}: what goes in", "input", "value")
     shape = "  ".join(
         f"{letter} {value:,}" for letter, value in _shape(run.config).items() if value is not None
     )
@@ -101,7 +110,7 @@ def parameters_table(run: PlannedRun) -> Table:
     """Parameters by part."""
     count = parameter_count(run.config)
     tied = count.head == 0
-    table = _table("Parameters", "part", "parameters", "share")
+    table = new_table("Parameters", "part", "parameters", "share")
     parts = {
         "vocabulary table" + (", used as the head too (tied)" if tied else ""): count.embedding,
         "learned positions": count.positions,
@@ -132,7 +141,7 @@ def memory_table(run: PlannedRun) -> Table:
     states = [training_memory(total, MIXED, stage, run.num_ranks) for stage in ZERO_STAGES]
     stages = ["not divided", *(f"ZeRO {stage}" for stage in ZERO_STAGES[1:])]
     unit, size = ("GiB", GIB) if states[0].total >= GIB else ("MiB", MIB)
-    table = _table(f"Model state on each of {run.num_ranks} ranks, {unit}", "part", *stages)
+    table = new_table(f"Model state on each of {run.num_ranks} ranks, {unit}", "part", *stages)
     table.caption = (
         "bf16 weights and gradients (2 B), float32 master, m, v (4 B each): 16 B a parameter. Not "
         "counted: activations, buffers, context, fragmentation. 1 GiB = 2^30 B, 1 GB = 10^9 B."
@@ -160,7 +169,7 @@ def memory_table(run: PlannedRun) -> Table:
 
 def flops_table(run: PlannedRun) -> Table:
     """FLOPs by convention; model FLOPs and what recomputing the layers adds kept apart."""
-    table = _table(
+    table = new_table(
         f"FLOPs of {run.num_tokens:,} tokens in rows of {run.context_tokens:,}",
         "model FLOPs counted as",
         "a token",
@@ -193,7 +202,7 @@ def time_table(run: PlannedRun) -> Table:
     """Wall time by convention and utilization, on 1 rank, the run's ranks and 8 times as many."""
     rank_counts = sorted({1, run.num_ranks, 8 * run.num_ranks})
     columns = [f"h on {count}" for count in rank_counts]
-    table = _table(
+    table = new_table(
         "Time = FLOPs / (ranks x peak x u)", "FLOPs counted as", "u", "rank-hours", *columns
     )
     table.caption = (
@@ -221,7 +230,7 @@ def time_table(run: PlannedRun) -> Table:
 
 def cache_table(run: PlannedRun) -> Table:
     """The key/value cache of one sequence, and what grouped queries save."""
-    table = _table("KV cache, bf16, one sequence of a full row", "heads", "bytes", "MiB")
+    table = new_table("KV cache, bf16, one sequence of a full row", "heads", "bytes", "MiB")
     shapes: dict[str, ModelConfig] = {"keys and values of every head": run.config}
     if isinstance(run.config, DecoderConfig):
         heads = run.config.num_query_heads
@@ -245,7 +254,7 @@ def windows_table(run: PlannedRun) -> Table:
         run.num_ranks,
         run.last_window,
     )
-    table = _table("Windows", "what", "tokens")
+    table = new_table("Windows", "what", "tokens")
     table.add_row("a window", f"{plan.window_tokens:,}", EXACT)
     table.add_row("updates (a number, not tokens)", f"{plan.num_updates:,}", EXACT)
     table.add_row("left for the last window", f"{plan.remainder_tokens:,}", EXACT)
@@ -255,15 +264,6 @@ def windows_table(run: PlannedRun) -> Table:
     policy = f"last window as declared ({plan.last_window})"
     table.add_row(policy, f"{plan.last_window_tokens:,}", "chosen")
     table.add_row("trained on in all", f"{plan.planned_tokens:,}", "chosen")
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column(columns[0], overflow="fold")
-    for column in columns[1:]:
-        table.add_column(column, justify="right", overflow="fold")  # a number is never cut
-    table.add_column("ground", overflow="fold")
     return table
 
 

@@ -1,4 +1,4 @@
-"""The loop and its command: short runs do not look finished, bad input is named."""
+"""The loop: short runs do not look finished, and it goes on from the model it is given."""
 
 import io
 from contextlib import redirect_stderr
@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference import train as module
 from reference.config import preset
 from reference.schedule import Schedule
 from reference.stack import ROLES
-from reference.train import main, train
+from reference.train import initial_model, train
 from reference.update import UpdateSettings
 from reference.window import Microbatch, Window
 
@@ -67,45 +66,22 @@ def test_a_run_writes_nothing_where_there_is_no_terminal():
     assert written.getvalue() == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--updates", "0"], "'0' is no whole number of at least 1"),
-        (["--updates", "1.5"], "'1.5' is no whole number"),
-        (["--corpus", "tales"], "invalid choice"),
-        (["--device", "abacus"], "'abacus' cannot be used here"),
-        (["--preset", "chargpt-smoke"], "chargpt-smoke has 49 tokens and 32 positions"),
-        (["--learning-rate", "-1"], "peak"),
-    ],
-)
-def test_bad_input_is_named_and_exits_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit_status:
-        main(arguments)
-    assert exit_status.value.code == 2
-    assert message in capsys.readouterr().err
+def test_it_goes_on_from_the_model_that_the_stack_hands_out():
+    start = initial_model(CONFIG, STACK, seed=5)
+    before = [parameter.detach().clone() for parameter in start.parameters()]
+    stack = SimpleNamespace(**{**ROLES, "build_model": lambda config, stack: start})
+    result = train(CONFIG, stack, windows(2), SETTINGS, seed=1)
+    assert result.model is start
+    assert not all(map(torch.equal, before, start.parameters()))
+    again = train(CONFIG, STACK, windows(2), SETTINGS, seed=5)
+    assert again.records == result.records
 
 
-@pytest.mark.parametrize("corpus", sorted(module.CORPORA))
-def test_the_command_ends_with_the_held_out_loss(corpus, capsys, monkeypatch):
-    monkeypatch.setattr(module, "PYTHON_BYTES", 200_000)
-    assert main(["--corpus", corpus, "--updates", "2"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert captured.out.startswith("2 updates, ")
-    assert "held-out loss " in captured.out and captured.out.count("\n") == 1
-
-
-def test_the_command_trains_in_bfloat16_with_float32_parameters(monkeypatch):
-    kept = []
-    real = module.train
-
-    def keep(*arguments, **options):
-        kept.append(real(*arguments, **options))
-        return kept[-1]
-
-    monkeypatch.setattr(module, "train", keep)
-    assert main(["--updates", "2", "--compute-dtype", "bfloat16"]) == 0
-    (result,) = kept
-    assert result.model.config.compute_dtype == torch.bfloat16
-    assert {parameter.dtype for parameter in result.model.parameters()} == {torch.float32}
-    assert {s.first_moment.dtype for s in result.optimizer_state.values()} == {torch.float32}
+def test_frozen_parameters_stay_and_have_no_optimizer_state():
+    start = initial_model(CONFIG, STACK, seed=5)
+    start.embed_tokens.requires_grad_(False)
+    before = start.embed_tokens.weight.detach().clone()
+    stack = SimpleNamespace(**{**ROLES, "build_model": lambda config, stack: start})
+    result = train(CONFIG, stack, windows(2), SETTINGS)
+    assert torch.equal(start.embed_tokens.weight, before)
+    assert start.embed_tokens.weight not in result.optimizer_state
