@@ -123,7 +123,7 @@ def test_documents(stack, device, check):
 )
 def test_any_batches(stack, rng, device, check, for_all):
     model = toys.tiny_model(stack, device, num_layers=1)
-    bound = max(toys.rounding(toys.working_dtype(device)), 1e-6)
+    bound = max(toys.rounding(toys.working_dtype(stack)), 1e-6)
 
     @for_all(
         counts=st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any),

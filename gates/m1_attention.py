@@ -29,9 +29,9 @@ def explicit_attention(q_BTNH, k_BTKH, v_BTKH, visible_BTT):
     return torch.stack(heads, dim=2)
 
 
-def random_case(rng, device, num_query_heads, num_kv_heads, packed):
+def random_case(stack, rng, device, num_query_heads, num_kv_heads, packed):
     inputs = [
-        probes.random_heads(rng, device, rows=2, tokens=NUM_TOKENS, heads=n, width=6)
+        probes.random_heads(stack, rng, device, rows=2, tokens=NUM_TOKENS, heads=n, width=6)
         for n in (num_query_heads, num_kv_heads, num_kv_heads)
     ]
     documents_BT = torch.zeros(2, NUM_TOKENS, dtype=torch.int32)
@@ -49,7 +49,9 @@ def random_case(rng, device, num_query_heads, num_kv_heads, packed):
 @PACKED
 @HEADS
 def test_values(stack, num_query_heads, num_kv_heads, packed, rng, device, check):
-    inputs, visible_BTT, documents = random_case(rng, device, num_query_heads, num_kv_heads, packed)
+    inputs, visible_BTT, documents = random_case(
+        stack, rng, device, num_query_heads, num_kv_heads, packed
+    )
     inputs = [(1.5 * x).requires_grad_() for x in inputs]
     oracle_inputs = [x.detach().cpu().double().requires_grad_() for x in inputs]
     want = explicit_attention(*oracle_inputs, visible_BTT)
@@ -75,7 +77,7 @@ def test_values(stack, num_query_heads, num_kv_heads, packed, rng, device, check
 )
 @HEADS
 def test_heads(stack, num_query_heads, num_kv_heads, rng, device, check):
-    (q, k, v), _, _ = random_case(rng, device, num_query_heads, num_kv_heads, packed=False)
+    (q, k, v), _, _ = random_case(stack, rng, device, num_query_heads, num_kv_heads, packed=False)
     v[:] = torch.arange(num_kv_heads, device=device)[None, None, :, None]  # v says which head
     o_BTNH = stack.attention(q, k, v, None)
     read = o_BTNH.double().mean((0, 1, 3)).round(decimals=6).tolist()
@@ -92,11 +94,11 @@ def test_heads(stack, num_query_heads, num_kv_heads, rng, device, check):
     source="error ratio to the plain formula; flash-attention's tests use a factor of 2",
 )
 def test_bfloat16(stack, rng, device, check):
-    inputs, visible_BTT, _ = random_case(rng, device, 8, 2, packed=False)
-    inputs = [x.bfloat16() for x in inputs]
+    inputs, visible_BTT, _ = random_case(stack, rng, device, 8, 2, packed=False)
+    inputs = [x.to(toys.half_dtype(stack)) for x in inputs]
     want = explicit_attention(*inputs, visible_BTT)
     got = stack.attention(*inputs, None)
-    check("dtype", str(got.dtype), equal="torch.bfloat16", because="that of the queries")
+    check("dtype", str(got.dtype), equal=str(inputs[0].dtype), because="that of the queries")
     check("relative error", relative_error(got, want), at_most=2 * 2**-8,
           because="the output is rounded to 2^-9; weights kept in bfloat16 may double it, scores "
           "in bfloat16 add 2^-9 of a score each")  # fmt: skip

@@ -18,9 +18,9 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["row", "packed"])
 AFTER = "a weight of exactly zero has a gradient of exactly zero; anything else reads the target"
 
 
-def heads_and_documents(rng, device, scale, packed):
+def heads_and_documents(stack, rng, device, scale, packed):
     q, k, v = (
-        probes.random_heads(rng, device, rows=2, tokens=NUM_TOKENS, heads=n, width=16)
+        probes.random_heads(stack, rng, device, rows=2, tokens=NUM_TOKENS, heads=n, width=16)
         for n in (8, 2, 2)
     )
     documents_BT = torch.zeros(2, NUM_TOKENS, dtype=torch.int32)
@@ -40,7 +40,7 @@ def heads_and_documents(rng, device, scale, packed):
 @PACKED
 @SCALES
 def test_operator(stack, scale, packed, rng, device, check):
-    inputs, _, documents = heads_and_documents(rng, device, scale, packed)
+    inputs, _, documents = heads_and_documents(stack, rng, device, scale, packed)
     q, k, v = inputs
     scores = torch.einsum("btnh,bsnh->bnts", q[:, :, ::4], k) / 4.0
     check("largest score", scores.abs().max(), at_least=scale,
@@ -62,7 +62,7 @@ def test_operator(stack, scale, packed, rng, device, check):
 @PACKED
 @SCALES
 def test_replaced_future(stack, scale, packed, rng, device, check):
-    inputs, _, documents = heads_and_documents(rng, device, scale, packed)
+    inputs, _, documents = heads_and_documents(stack, rng, device, scale, packed)
     before = stack.attention(*inputs, documents).detach()
     for t in (1, 9, NUM_TOKENS - 1):
         others = [x.detach().clone() for x in inputs]
@@ -82,7 +82,7 @@ def test_replaced_future(stack, scale, packed, rng, device, check):
 )
 @PACKED
 def test_nothing_is_forgotten(stack, packed, rng, device, check):
-    inputs, documents_BT, documents = heads_and_documents(rng, device, 1.0, packed)
+    inputs, documents_BT, documents = heads_and_documents(stack, rng, device, 1.0, packed)
     o_BTNH = stack.attention(*inputs, documents)
     reach_Bts = probes.influence(o_BTNH, inputs[2], rng)
     missing = int((~(reach_Bts > 0) & probes.visible(documents_BT)).sum())

@@ -20,9 +20,9 @@ NAMES = [[1], [7, 0, 900_000, 3], [1, 2, 0, 5]]
 NUM_TOKENS = 24
 
 
-def random_inputs(rng, device, scale=1.0):
+def random_inputs(stack, rng, device, scale=1.0):
     q, k, v = (
-        probes.random_heads(rng, device, rows=3, tokens=NUM_TOKENS, heads=n, width=16)
+        probes.random_heads(stack, rng, device, rows=3, tokens=NUM_TOKENS, heads=n, width=16)
         for n in (8, 2, 2)
     )
     return [(q * scale).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
@@ -45,7 +45,7 @@ def spans():
 )
 @SCALES
 def test_operator(stack, scale, rng, device, check):
-    inputs = random_inputs(rng, device, scale)
+    inputs = random_inputs(stack, rng, device, scale)
     documents_BT = probes.documents_of(LENGTHS, NAMES)
     o_BTNH = stack.attention(*inputs, documents_BT.to(device))
     other = documents_BT[:, :, None] != documents_BT[:, None, :]
@@ -62,7 +62,7 @@ def test_operator(stack, scale, rng, device, check):
     source="huggingface/nanoVLM PR#204: a mask, not only positions, keeps samples apart",
 )
 def test_operator_alone(stack, rng, device, check):
-    inputs = random_inputs(rng, device)
+    inputs = random_inputs(stack, rng, device)
     documents = probes.documents_of(LENGTHS, NAMES).to(device)
     packed = stack.attention(*inputs, documents)
     bound = toys.rounding(packed.dtype)
@@ -81,7 +81,7 @@ def test_operator_alone(stack, rng, device, check):
     source="huggingface/transformers PR#46634: an all-ones mask switched the document mask off",
 )
 def test_ids_are_names(stack, rng, device, check):
-    inputs = [x.detach() for x in random_inputs(rng, device)]
+    inputs = [x.detach() for x in random_inputs(stack, rng, device)]
     want = stack.attention(*inputs, probes.documents_of(LENGTHS, NAMES).to(device)).clone()
     because = "ids are compared with each other and with nothing else"
     bound = toys.rounding(want.dtype)
@@ -177,7 +177,7 @@ def test_padding(stack, family, rng, device, check):
         got[name] = toys.flat({"loss": nll_sum[None], **toys.gradients(model)})
     for name in ("-1", "0"):
         check("relative change of loss and gradients", relative_error(got[name], got["without"]),
-              at_most=toys.rounding(toys.working_dtype(device)),
+              at_most=toys.rounding(toys.working_dtype(stack)),
               because="a padding token sees itself and is seen by no target")  # fmt: skip
 
 

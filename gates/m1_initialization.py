@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gates import ladder, probes
+from gates import ladder, probes, toys
 from harness import gate
 from reference.config import preset
 from reference.loss import NO_TARGET
@@ -94,7 +94,7 @@ def test_draws(stack, shape, rung, device, check):
 @pytest.mark.parametrize("compute", ["own", "bfloat16"])
 @FAMILIES
 def test_every_parameter_has_a_gradient(stack, family, compute, rng, device, check):
-    dtype = torch.bfloat16 if compute == "bfloat16" else None
+    dtype = toys.require_bfloat16(stack) if compute == "bfloat16" else None
     config = replace(probes.FAMILIES[family], compute_dtype=dtype)
     model = stack.build_model(config, stack).to(device)
     tokens = probes.random_ids(rng, 4, 33).to(device)

@@ -66,7 +66,7 @@ def test_values_and_gradients(stack, variant, rng, device, check):
 )
 @pytest.mark.parametrize("family", probes.FAMILIES)
 def test_bfloat16(stack, family, rng, device, check):
-    config = replace(probes.FAMILIES[family], compute_dtype=torch.bfloat16)
+    config = replace(probes.FAMILIES[family], compute_dtype=toys.require_bfloat16(stack))
     model = stack.build_model(config, stack).to(device)
     window = probes.labelled_window(rng, torch.zeros(8, 32, dtype=torch.int32))
     stack.accumulate(model, window.to(device), None)

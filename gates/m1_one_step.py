@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gates import ladder
+from gates import ladder, toys
 from harness import gate
 from reference.config import preset
 from reference.schedule import Schedule
@@ -19,9 +19,11 @@ COMPUTE = pytest.mark.parametrize("compute", ["own", "bfloat16"])
 SETTINGS = UpdateSettings(Schedule(peak=1e-3, total_tokens=2**40), weight_decay=0.0)
 
 
-def config_of(shape, compute, rung):
+def config_of(stack, shape, compute, rung):
     config = preset("chargpt-smoke") if shape == "chargpt" else ladder.one_layer(rung)
-    return replace(config, compute_dtype=torch.bfloat16 if compute == "bfloat16" else None)
+    return replace(
+        config, compute_dtype=toys.require_bfloat16(stack) if compute == "bfloat16" else None
+    )
 
 
 def packed_window(rng, vocabulary_size):
@@ -51,7 +53,7 @@ def packed_window(rng, vocabulary_size):
 @COMPUTE
 @SHAPES
 def test_one_update(stack, shape, compute, rung, rng, device, check):
-    config = config_of(shape, compute, rung)
+    config = config_of(stack, shape, compute, rung)
     model = stack.build_model(config, stack).to(device)
     with torch.no_grad():
         model.embed_tokens.weight[0] = 0.0  # the table's row of a padding token

@@ -10,9 +10,9 @@ from harness import gate
 from harness.compare import relative_error
 
 
-def normal(rng, device, *shape):
+def normal(stack, rng, device, *shape):
     x = torch.randn(shape, generator=rng, dtype=torch.float64)
-    return x.to(device, toys.working_dtype(device))
+    return x.to(device, toys.working_dtype(stack))
 
 
 def check_against(formula, operator, inputs, names, rng, check):
@@ -43,7 +43,7 @@ def check_against(formula, operator, inputs, names, rng, check):
 )
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["1", "30"])
 def test_swiglu(stack, scale, rng, device, check):
-    inputs = [scale * normal(rng, device, 3, 5, 37) for _ in range(2)]
+    inputs = [scale * normal(stack, rng, device, 3, 5, 37) for _ in range(2)]
 
     def formula(gate, up):
         return gate / (1 + torch.exp(-gate)) * up
@@ -59,8 +59,8 @@ def test_swiglu(stack, scale, rng, device, check):
 )
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
 def test_linear(stack, with_bias, rng, device, check):
-    x, weight = normal(rng, device, 3, 5, 37), normal(rng, device, 37, 37)
-    inputs = [x, weight, normal(rng, device, 37)] if with_bias else [x, weight]
+    x, weight = normal(stack, rng, device, 3, 5, 37), normal(stack, rng, device, 37, 37)
+    inputs = [x, weight, normal(stack, rng, device, 37)] if with_bias else [x, weight]
 
     def operator(x, weight, bias=None):
         return stack.linear(x, weight, bias)

@@ -37,7 +37,7 @@ def rotated(x_BTNH, positions_BT, theta):
 )
 @THETAS
 def test_relative(stack, theta, rng, device, check):
-    dtype = toys.working_dtype(device)
+    dtype = toys.working_dtype(stack)
     differences = [0, 1, 7, 100, 3000]
     starts = [0, 1, 64, 1000, 8192, 29_767]
     q, k = (heads(rng, 1, n).to(device, dtype).expand(-1, len(starts), -1, -1) for n in (4, 2))
@@ -68,7 +68,9 @@ def test_relative(stack, theta, rng, device, check):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_values(stack, dtype, theta, rng, device, check):
     if dtype == torch.float64:
-        dtype = toys.working_dtype(device)
+        dtype = toys.working_dtype(stack)
+    elif dtype == torch.bfloat16:
+        dtype = toys.half_dtype(stack)
     order = torch.randperm(len(POSITIONS), generator=rng)
     positions_BT = torch.tensor([POSITIONS, POSITIONS])
     positions_BT[1] = positions_BT[1, order]  # rows differ, and a position is not an index
@@ -82,7 +84,7 @@ def test_values(stack, dtype, theta, rng, device, check):
         error_BT /= x.cpu().double().norm(dim=-1).amin(-1)
         # An angle is off by its own rounding and that of its frequency; values by their dtype.
         bound_BT = 4 * torch.finfo(wide).eps * (positions_BT + 4)
-        if dtype == torch.bfloat16:
+        if dtype != wide:
             bound_BT = bound_BT + 2**-7
         excess = (error_BT / bound_BT).max()
         check(f"error of {name} over its bound", excess, at_most=1.0,
@@ -97,7 +99,7 @@ def test_values(stack, dtype, theta, rng, device, check):
     source="a rotation is orthogonal: its transpose turns back",
 )
 def test_gradient(stack, rng, device, check):
-    dtype = toys.working_dtype(device)
+    dtype = toys.working_dtype(stack)
     positions_BT = torch.tensor([[0, 3, 64, 900, 16_383]])
     q, k = (heads(rng, 5, n).to(device, dtype).requires_grad_() for n in (4, 2))
     turned = stack.rope(q, k, positions_BT.to(device), 1e4)

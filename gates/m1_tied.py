@@ -101,7 +101,7 @@ def test_gradient_is_the_sum(stack, rng, device, check):
     tied = probes.built(stack, "decoder", device, rng)
     untied = probes.REFERENCE.build_model(
         replace(tied.config, tied_head=False), probes.REFERENCE
-    ).to(device, toys.working_dtype(device))
+    ).to(device, toys.working_dtype(stack))
     state = {name: tensor.detach().clone() for name, tensor in tied.state_dict().items()}
     untied.load_state_dict({**state, "lm_head.weight": state["embed_tokens.weight"].clone()})
     window = probes.labelled_window(rng, torch.zeros(2, 16, dtype=torch.int32)).to(device)
@@ -139,7 +139,7 @@ def test_state(stack, head, rng, device, check):
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if head == "without":
         state.pop("lm_head.weight", None)
-    fresh = built(stack, device, tied=True).to(toys.working_dtype(device))
+    fresh = built(stack, device, tied=True).to(toys.working_dtype(stack))
     fresh.load_state_dict(state, strict=False)
     for name, got, want in zip(("embedding", "head"), tables(fresh), tables(model), strict=True):
         check(f"change of the {name}", (got - want).detach().abs().max(), equal=0.0,

@@ -162,7 +162,7 @@ def test_tied_norm(stack, rng, device, check):
     settings = toys.plain_descent()
     record = stack.update_window(training, window.split(2).to(device), stack, settings)
     norm = float(toys.flat(want).norm())
-    bound = max(toys.rounding(toys.working_dtype(device)), 1e-6)
+    bound = max(toys.rounding(toys.working_dtype(stack)), 1e-6)
     check(
         "recorded norm / norm of the token mean",
         record.grad_norm / norm,

@@ -39,7 +39,7 @@ def groups_of(parameters):
 )
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.5)])
 def test_against_torch(stack, betas, rng, device, check):
-    dtype = toys.working_dtype(device)
+    dtype = toys.working_dtype(stack)
     parameters = parameters_of(rng, device, dtype)
     twins = [nn.Parameter(p.detach().cpu().double().clone()) for p in parameters]
     start = [twin.detach().clone() for twin in twins]
@@ -62,9 +62,9 @@ def test_against_torch(stack, betas, rng, device, check):
             check(
                 f"relative error of the displacement, gradients of {scale}",
                 relative_error(parameter.detach().cpu().double() - before, twin.detach() - before),
-                at_most=1e-9 if dtype == torch.float64 else 1e-3,
-                because="the same formula in float64; a displacement of 1e-3 of weights of 1 "
-                "keeps 12 of 15 digits (3 of 7 in float32)",
+                at_most=1e-9 if dtype == torch.float64 else 1e-4 if scale > EPSILON else 1e-2,
+                because="the same formula in float64; a displacement of 1e-2 of weights of 1 "
+                "keeps 13 of 15 digits (5 of 7 in float32), one of 1e-4 two less",
             )
 
 

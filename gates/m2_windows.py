@@ -155,7 +155,7 @@ def test_microbatches_do_not_matter(stack, k, rng, device, check):
     settings = replace(SETTINGS, epsilon=1e-3)
     training, want = trained(stack, first, whole, settings)
     other, got = trained(stack, second, [window.split(k) for window in whole], settings)
-    bound = toys.rounding(toys.working_dtype(device))
+    bound = toys.rounding(toys.working_dtype(stack))
     for one, another in zip(want, got, strict=True):
         check("recorded norm ratio", another.grad_norm / one.grad_norm,
               within=(1 - max(bound, 1e-6), 1 + max(bound, 1e-6)),

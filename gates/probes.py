@@ -42,7 +42,7 @@ def built(
 ) -> nn.Module:
     """A small model of the stack on trial whose parameters are all random, biases and gains too."""
     config = replace(FAMILIES[family], **changes)
-    model = stack.build_model(config, stack).to(device, toys.working_dtype(device))
+    model = stack.build_model(config, stack).to(device, toys.working_dtype(stack))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             center = 1.0 if name.endswith("norm.weight") else 0.0
@@ -66,11 +66,18 @@ def random_ids(rng: torch.Generator, *shape: int) -> Tensor:
 
 
 def random_heads(
-    rng: torch.Generator, device: torch.device, *, rows: int, tokens: int, heads: int, width: int
+    stack: Any,
+    rng: torch.Generator,
+    device: torch.device,
+    *,
+    rows: int,
+    tokens: int,
+    heads: int,
+    width: int,
 ) -> Tensor:
-    """Standard normal [B, T, heads, H] in the device's working dtype."""
+    """Standard normal [B, T, heads, H] in the stack's working dtype."""
     x = torch.randn(rows, tokens, heads, width, generator=rng, dtype=torch.float64)
-    return x.to(device, toys.working_dtype(device))
+    return x.to(device, toys.working_dtype(stack))
 
 
 def influence(output_BTX: Tensor, inputs: Tensor, rng: torch.Generator) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness import not_run
 from reference.config import DecoderConfig
 from reference.loss import NO_TARGET
 from reference.schedule import Schedule
@@ -87,9 +88,26 @@ def plain_descent(rate: float = 1.0, max_norm: float = 1.0) -> UpdateSettings:
     )
 
 
-def working_dtype(device: torch.device) -> torch.dtype:
-    """float64 where the device has it, so that only a wrong formula shows; else float32."""
-    return torch.float32 if device.type == "npu" else torch.float64
+def working_dtype(stack: Any) -> torch.dtype:
+    """The widest dtype that the stack on trial takes: in float64 only a wrong formula shows."""
+    widest: torch.dtype = stack.dtypes[0]
+    return widest
+
+
+def require_bfloat16(stack: Any) -> torch.dtype:
+    """bfloat16, in which models compute; NOT_RUN if the stack on trial does not take it here."""
+    if torch.bfloat16 not in stack.dtypes:
+        not_run("What is on trial declares no bfloat16 on this device (DTYPES), and models compute "
+                "in bfloat16 or in the dtype of their parameters.")  # fmt: skip
+    return torch.bfloat16
+
+
+def half_dtype(stack: Any) -> torch.dtype:
+    """bfloat16 if the stack on trial takes it, else float16; NOT_RUN if it takes neither."""
+    taken = [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in stack.dtypes]
+    if not taken:
+        not_run("What is on trial declares no 16-bit dtype (DTYPES); this gate is about one.")
+    return taken[0]
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -98,9 +116,9 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def tiny_model(stack: Any, device: torch.device, **changes: Any) -> nn.Module:
-    """The TINY decoder of the stack on trial in the device's working dtype."""
+    """The TINY decoder of the stack on trial in its working dtype."""
     config = replace(TINY, **changes)
-    return stack.build_model(config, stack).to(device, working_dtype(device))
+    return stack.build_model(config, stack).to(device, working_dtype(stack))
 
 
 def ragged_window(rng: torch.Generator, counts: Sequence[int], num_tokens: int = 16) -> Window:

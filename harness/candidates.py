@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from harness.contract import Role, Stack
-from harness.devices import Device, find, force_numerics
+from harness.devices import DTYPES, Device, find, force_numerics
 
 Origin = dict[str, Any]  # role, module, version, file and hashes, as the evidence keeps them
 
@@ -35,14 +35,21 @@ def load_reference(name: str) -> Stack:
     return Stack(_roles(module, name))
 
 
-def load_candidates(names: Iterable[str], reference: Stack) -> tuple[Stack, list[Origin]]:
+def load_candidates(
+    names: Iterable[str], reference: Stack, kind: str
+) -> tuple[Stack, list[Origin]]:
     """The reference stack with every candidate's roles put in, and where each role came from.
+
+    A candidate may declare ``DTYPES = {"cpu": (torch.float32,), …}`` beside its roles; the stack's
+    ``dtypes`` are those of the device ``kind`` that every candidate declares. One without it takes
+    them all.
 
     Raises:
         pytest.UsageError: a candidate that does not import, has no ``ROLES``, names an unknown
-            role or one that another candidate brought, or takes other arguments.
+            role or one that another candidate brought, takes other arguments, declares
+            dtypes that are none, or none for this kind of device.
     """
-    stack, origins = reference, list[Origin]()
+    stack, origins = Stack(reference.roles, DTYPES[kind]), list[Origin]()
     for name in names:
         module = _import(name)
         roles = _roles(module, name)
@@ -59,8 +66,28 @@ def load_candidates(names: Iterable[str], reference: Stack) -> tuple[Stack, list
                 )
             _check_signature(name, role, function, reference.roles[role])
             origins.append(_origin(role, module))
-        stack = stack.replace(roles)
+        declared = _dtypes(module, name, kind)
+        common = tuple(dtype for dtype in stack.dtypes if dtype in declared)
+        if not common:
+            raise pytest.UsageError(f"--candidate {name}: no dtype that all candidates take; it "
+                                    f"takes {declared}, the others {stack.dtypes}")  # fmt: skip
+        stack = Stack({**stack.roles, **roles}, common)
     return stack, origins
+
+
+def _dtypes(module: ModuleType, name: str, kind: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a candidate declares for a kind of device; all if it declares nothing."""
+    declared = getattr(module, "DTYPES", None)
+    if declared is None:
+        return DTYPES[kind]
+    taken = declared.get(kind, ()) if isinstance(declared, dict) else ()
+    if not (isinstance(taken, tuple) and taken and set(taken) <= set(DTYPES[kind])):
+        known = ", ".join(map(str, DTYPES[kind]))
+        raise pytest.UsageError(
+            f"--candidate {name}: DTYPES must be a dict from device kinds to tuples of dtypes, "
+            f"with at least one of {known} for {kind!r}; it is {declared!r}"
+        )
+    return taken
 
 
 def _import(name: str) -> ModuleType:
@@ -169,6 +196,10 @@ def load_trial(config: pytest.Config) -> Trial:
     if workers:  # they share the cores instead of each asking for all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     reference = load_reference(config.getini("touchstone_reference"))
-    stack, origins = load_candidates(config.getoption("--candidate"), reference)
-    device = find(config.getoption("--device"))
+    kind = config.getoption("--device")
+    stack, origins = load_candidates(config.getoption("--candidate"), reference, kind)
+    device = find(kind)
+    # The variants are asked for the dtypes of the candidates: what is shown to be caught is
+    # caught at the precision at which the candidates were judged.
+    reference = Stack(reference.roles, stack.dtypes)
     return Trial(reference, stack, origins, device, force_numerics(device))

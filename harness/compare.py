@@ -73,3 +73,26 @@ def error_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
     error = (got64 - oracle64).square().mean().sqrt()
     accepted = (plain64 - oracle64).square().mean().sqrt() + rounding_floor(oracle, got.dtype)
     return 0.0 if error == 0 else float(error / accepted)
+
+
+def max_error_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
+    """Largest error of a candidate over that of the plain formula in the same dtype.
+
+    ``max |got - oracle| / (max |plain - oracle| + floor)``, the floor as in ``error_ratio`` but for
+    its largest element: one wrong element in a million, which a mean forgives, decides.
+    """
+    accepted = max_abs_error(plain, oracle) + max_abs_error(oracle.to(got.dtype), oracle.clone())
+    error = max_abs_error(got, oracle)
+    return 0.0 if error == 0 else float(torch.tensor(error, dtype=torch.float64) / accepted)
+
+
+def sign_bias(got: Tensor, oracle: Tensor) -> float:
+    """How much larger the magnitudes of ``got`` are on the whole, relative to the oracle's.
+
+    ``sum sign(oracle) (got - oracle) / sum |oracle|``. Errors of rounding to nearest point either
+    way and cancel as 1 / sqrt(elements); truncation, or a lost term, points one way and does not.
+    """
+    got64, oracle64 = _pair(got, oracle)
+    size = oracle64.abs().sum()
+    bias = (oracle64.sign() * (got64 - oracle64)).sum()
+    return 0.0 if bias == 0 else float(bias / size)

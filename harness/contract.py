@@ -11,9 +11,12 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 Role = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,10 +35,12 @@ class Stack:
     """A full set of roles: those of the reference, with a candidate's put in.
 
     ``stack.rms_norm(x, weight, eps)`` calls the role. An unknown role is an AttributeError that
-    lists the known ones.
+    lists the known ones. ``dtypes`` are those that everything on trial takes on the run's device,
+    the widest first; a gate asks for no other.
     """
 
     roles: Mapping[str, Role] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = ()
 
     def __getattr__(self, role: str) -> Role:
         if role.startswith("__") or role == "roles":  # copy and pickle look before __init__ ran
@@ -48,7 +53,7 @@ class Stack:
 
     def replace(self, roles: Mapping[str, Role]) -> Stack:
         """The same stack with ``roles`` put in."""
-        return Stack({**self.roles, **roles})
+        return Stack({**self.roles, **roles}, self.dtypes)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-KINDS = ("cpu", "cuda", "npu")
+DTYPES = {  # what operators are asked for on each kind, the widest first
+    "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "npu": (torch.float32, torch.bfloat16, torch.float16),
+}
+KINDS = tuple(DTYPES)
 
 
 @dataclass(frozen=True)

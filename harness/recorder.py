@@ -63,6 +63,7 @@ class Run:
                     "rung": option.rung,
                     "seed": option.seed,
                     "candidates": trial.origins,
+                    "dtypes": [str(dtype) for dtype in trial.stack.dtypes],
                     "environment": describe_environment(config.rootpath),
                     "flags": trial.flags,
                 }

@@ -12,10 +12,10 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from candidates.tilelang.dialect import Dialect, dialect_of, dtype_name, launch, launches_of
+from candidates.tilelang.dialect import Dialect, dense, dialect_of, dtype_name, launch, launches_of
 
 LARGEST_WIDTH = 16384  # a row must fit into the registers of one block
-STAGES, BLOCKS_PER_PROCESSOR = 3, 2  # of the backward: rows loaded ahead, workers
+STAGES = 3  # rows that the backward loads ahead
 SHARED_BYTES = 200 * 1024  # of a block, for the rows loaded ahead
 COLUMNS, LINES = 32, 64  # the tile of the last sum
 
@@ -33,6 +33,11 @@ def _stages(width: int, dtype: str, num_inputs: int) -> int:
     row_bytes = width * (4 if dtype == "float32" else 2)
     stages = min(STAGES, SHARED_BYTES // (num_inputs * row_bytes))
     return stages if stages > 1 and row_bytes % 16 == 0 else 0
+
+
+def _blocks(width: int) -> int:
+    """Workers of the backward on one processor."""
+    return 4 if width <= 2048 else 2
 
 
 def rms_norm_forward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds: bool) -> Any:
@@ -99,15 +104,20 @@ def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds:
             dy_ahead = d.shared((1, padded), dtype)
             x_ahead = d.shared((1, padded), dtype)
             dtotal_ahead = d.shared((1, padded), dtype)
+            next_scale = d.registers((1,), "float32")
             dy_row = d.registers((1, padded), dtype)
             x_row = d.registers((1, padded), dtype)
             gain_row = d.registers((1, padded), gain_dtype)
             product = d.registers((1, padded), "float32")
             dgain = d.registers((1, padded), "float32")
-            mean = d.registers((1,), "float32")
+            scale, mean = d.registers((1,), "float32"), d.registers((1,), "float32")
             if d.on_gpu:
-                T.disable_warp_group_reg_alloc()  # it would leave room for one block a processor
+                # So that several rows are at work on a processor while each waits for its sum.
+                T.disable_warp_group_reg_alloc()
+                T.annotate_min_blocks_per_sm(_blocks(width))
             T.fill(dgain, 0)
+            for i in d.each(1):
+                next_scale[i] = inverse_rms[worker]
             for i, j in d.each(1, padded):
                 gain_row[i, j] = gain[j]
             for step in d.pipelined(0, T.ceildiv(num_rows - worker, num_workers), stages):
@@ -116,15 +126,14 @@ def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds:
                 T.copy(x[row : row + 1, 0:padded], x_ahead)
                 if adds:
                     T.copy(dtotal[row : row + 1, 0:padded], dtotal_ahead)
+                for i in d.each(1):
+                    scale[i] = next_scale[i]
+                    next_scale[i] = inverse_rms[T.min(row + num_workers, num_rows - 1)]
                 T.copy(dy_ahead, dy_row)
                 T.copy(x_ahead, x_row)
-                # 1/rms is read where it is used: a copy to registers would end up with the threads
-                # that only load, and leave the others without it (TileLang 0.1.15).
                 for i, j in d.each(1, padded):
                     product[i, j] = (
-                        T.cast(dy_row[i, j], "float32")
-                        * T.cast(x_row[i, j], "float32")
-                        * inverse_rms[row]
+                        T.cast(dy_row[i, j], "float32") * T.cast(x_row[i, j], "float32") * scale[i]
                     )
                 for i, j in d.each(1, padded):
                     dgain[i, j] = dgain[i, j] + product[i, j]
@@ -132,9 +141,9 @@ def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds:
                     product[i, j] = product[i, j] * T.cast(gain_row[i, j], "float32")
                 T.reduce_sum(product, mean, dim=1)
                 for i, j in d.each(1, padded):
-                    product[i, j] = inverse_rms[row] * (
+                    product[i, j] = scale[i] * (
                         T.cast(dy_row[i, j], "float32") * T.cast(gain_row[i, j], "float32")
-                        - T.cast(x_row[i, j], "float32") * inverse_rms[row] * (mean[i] / width)
+                        - T.cast(x_row[i, j], "float32") * scale[i] * (mean[i] / width)
                     )
                 if adds:
                     T.copy(dtotal_ahead, dy_row)
@@ -189,15 +198,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """total (empty without a residual), y, r."""
     parameters = _parameters(x, weight)
-    x_rows, rows = x.contiguous(), x.shape[:-1]
+    x_rows, rows = dense(x), x.shape[:-1]
     y, inverse_rms = x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
-    other = x_rows if residual is None else residual.contiguous()
+    other = x_rows if residual is None else dense(residual)
     total = y if residual is None else x.new_empty(x.shape)
     flat = (-1, x.shape[-1])
     if x.numel():
         launch(
             rms_norm_forward, dialect_of(x), (*parameters, residual is not None),
-            x_rows.view(flat), other.view(flat), weight.contiguous(), total.view(flat),
+            x_rows.view(flat), other.view(flat), dense(weight), total.view(flat),
             y.view(flat), inverse_rms.view(-1), eps,
         )  # fmt: skip
     return total, y, inverse_rms
@@ -211,13 +220,13 @@ def _backward(
     flat, width = (-1, x.shape[-1]), x.shape[-1]
     if not x.numel():
         return dx, dweight.zero_()
-    dy, x = dy.contiguous(), x.contiguous()
-    other = dy if dtotal is None else dtotal.contiguous()
-    num_workers = min(inverse_rms.numel(), d.num_workers * BLOCKS_PER_PROCESSOR)
+    dy, x = dense(dy), dense(x)
+    other = dy if dtotal is None else dense(dtotal)
+    num_workers = min(inverse_rms.numel(), d.num_workers * _blocks(width))
     parts = x.new_empty(num_workers, width, dtype=torch.float32)
     launch(
         rms_norm_backward, d, (*parameters, dtotal is not None), dy.view(flat), other.view(flat),
-        x.view(flat), weight.contiguous(), inverse_rms.view(-1), dx.view(flat), parts,
+        x.view(flat), dense(weight), inverse_rms.view(-1), dx.view(flat), parts,
     )  # fmt: skip
     launch(sum_of_parts, d, (width, parameters[2]), parts, dweight)
     return dx, dweight

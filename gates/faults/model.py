@@ -164,9 +164,16 @@ def leaves_out_the_last_norm(reference):
 def norms_the_feed_forward_with_the_other_gain(reference):
     """input_layernorm is used in both places."""
 
+    def with_gain_of(norm):
+        def forward(x, *residual):  # the decoder's norm adds the residual, CharGPT's has none
+            total = sum(residual, x)
+            return (norm(total), total) if residual else norm(total)
+
+        return forward
+
     def change(model):
         for layer in model.layers:
-            layer.post_attention_layernorm.forward = layer.input_layernorm.forward
+            layer.post_attention_layernorm.forward = with_gain_of(layer.input_layernorm)
 
     return changed_by(reference, change)
 

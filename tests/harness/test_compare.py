@@ -6,8 +6,10 @@ import torch
 from harness.compare import (
     error_ratio,
     max_abs_error,
+    max_error_ratio,
     relative_error,
     rounding_floor,
+    sign_bias,
     worst_relative,
 )
 
@@ -80,3 +82,31 @@ def test_the_floor_is_the_error_of_storing_the_oracle():
     assert rounding_floor(torch.tensor([1.0 + 2**-9]), torch.bfloat16) == 2**-9
     with pytest.raises(ValueError, match="no element"):
         rounding_floor(torch.zeros(0), torch.bfloat16)
+
+
+def test_the_largest_error_counts_where_a_mean_forgives():
+    oracle = torch.rand(10**6, dtype=torch.float64)
+    plain = oracle.float()
+    got = plain.clone()
+    got[123456] += 1e-5
+    assert error_ratio(got, plain, oracle) < 1.0
+    assert max_error_ratio(got, plain, oracle) > 50
+    assert max_error_ratio(plain.clone(), plain, oracle) <= 0.5
+    assert not max_error_ratio(got * float("nan"), plain, oracle) <= 1e300
+
+
+def test_errors_that_no_rounding_excuses_have_an_infinite_ratio():
+    exact = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    got = torch.tensor([1.0, 0.5 + 2**-20])
+    assert max_error_ratio(got, exact.float(), exact) == float("inf")
+    assert error_ratio(got, exact.float(), exact) == float("inf")
+
+
+def test_truncation_is_a_bias_and_rounding_is_none():
+    oracle = torch.randn(10**5, dtype=torch.float64)
+    rounded = oracle.float().bfloat16()
+    cut = (oracle.float().view(torch.int32) & -65536).view(torch.float32)
+    assert abs(sign_bias(rounded, oracle)) < 2**-8 / 100
+    assert sign_bias(cut, oracle) < -(2**-10)
+    assert sign_bias(oracle * 1.25, oracle) == pytest.approx(0.25)
+    assert not abs(sign_bias(rounded * float("nan"), oracle)) <= 1e300

@@ -242,3 +242,32 @@ def test_a_preset_runs_at_its_full_length():
     config = preset("chargpt-smoke")
     hidden_BTD = build_model(config, STACK)(torch.zeros(1, 32, dtype=torch.int64))
     assert hidden_BTD.shape == (1, 32, 48)
+
+
+def test_a_norm_of_one_s_own_is_called_in_every_place():
+    calls = []
+
+    def rms_norm(x, weight, eps):
+        calls.append(weight)
+        return ROLES["rms_norm"](x, weight, eps)
+
+    model = build_model(DECODER, SimpleNamespace(**{**ROLES, "rms_norm": rms_norm}))
+    model(torch.zeros(1, 3, dtype=torch.int64))
+    assert len(calls) == 2 * DECODER.num_layers + 1
+
+
+def test_a_fused_norm_is_called_with_the_attention_s_output_and_the_stream():
+    calls = []
+
+    def add_rms_norm(x, residual, weight, eps):
+        calls.append((x, residual))
+        return ROLES["add_rms_norm"](x, residual, weight, eps)
+
+    torch.manual_seed(0)
+    plain = build_model(DECODER, STACK)
+    fused = build_model(DECODER, SimpleNamespace(**{**ROLES, "add_rms_norm": add_rms_norm}))
+    fused.load_state_dict(plain.state_dict())
+    ids = torch.arange(7)[None]
+    assert torch.equal(fused(ids), plain(ids))
+    assert len(calls) == DECODER.num_layers
+    assert torch.equal(calls[0][1], plain.embed_tokens(ids))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reference.ops import attention, linear, rms_norm, rope, swiglu
+from reference.ops import add_rms_norm, attention, linear, rms_norm, rope, swiglu
 
 FLOAT64 = {"dtype": torch.float64}
 
@@ -159,3 +159,23 @@ def test_linear_multiplies_by_the_transposed_weight():
     x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
     torch.testing.assert_close(linear(x, weight, bias), x @ weight.T + bias)
     torch.testing.assert_close(linear(x, weight, None), x @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_add_rms_norm_normalises_the_rounded_total(dtype):
+    x, residual, weight = (torch.randn(n, dtype=dtype) for n in ((5, 8), (5, 8), (8,)))
+    y, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, rms_norm(total, weight, 1e-6))
+
+
+def test_add_rms_norm_adds_the_gradients_of_both_outputs():
+    x, residual = (torch.randn(3, 8, **FLOAT64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(8, **FLOAT64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *a: add_rms_norm(*a, 1e-6), (x, residual, weight))
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 8), torch.zeros(3, 8).double()])
+def test_add_rms_norm_refuses_streams_that_differ(other):
+    with pytest.raises(ValueError, match="x and residual must be alike"):
+        add_rms_norm(torch.zeros(3, 8), other, torch.ones(8), 1e-6)

@@ -1,0 +1,191 @@
+"""Rotary position embedding of queries and keys in one kernel, forward and backward.
+
+(a, b) = (x_i, x_{i+H/2}) -> (a cos - b sin, b cos + a sin) with the angle positions * theta^(-2i/H).
+Frequencies are rounded from float64 once; angle, sine and cosine are float32 with full range
+reduction. The backward is the rotation by minus the angle: the same
+program. Source: Su et al. 2021, section 3.2.2, half-split pairing.
+"""
+
+import functools
+from typing import Any
+
+import tilelang.language as T
+import torch
+from tilelang.layout import Fragment
+from torch import Tensor
+
+from candidates.tilelang.dialect import Dialect, dense, dialect_of, dtype_name, launch, launches_of
+
+THREADS = 128
+HEADS = 4  # that a block rotates: with fewer angles are computed again, with more registers run out
+LOAD = 8  # elements of a 16-byte load of a 16-bit dtype
+LARGEST_WIDTH = 2 * THREADS * LOAD  # of a head
+
+
+def _tile(d: Dialect, half: int) -> tuple[int, int, int]:
+    """Heads and tokens of a block, and its padded half of a head: one load for every thread."""
+    if not d.on_gpu:
+        return 1, 1, half
+    padded = max(LOAD, 1 << (half - 1).bit_length())
+    return HEADS, THREADS * LOAD // padded, padded
+
+
+def _thread_and_register(padded: int) -> Any:
+    """A row-major tile dealt out in whole loads: the layout that 16-byte copies of x have."""
+    return lambda t, i: ((t * padded + i) // LOAD, i % LOAD)
+
+
+def rope_rotate(
+    d: Dialect, num_query_heads: int, num_kv_heads: int, width: int, dtype: str, backwards: bool
+) -> Any:
+    """Rotates q [num_tokens, N, H] and k [num_tokens, K, H], by minus the angle if `backwards`."""
+    half = width // 2
+    heads, tokens, padded = _tile(d, half)
+    query_blocks, key_blocks = -(-num_query_heads // heads), -(-num_kv_heads // heads)
+    sign = -1.0 if backwards else 1.0
+    num_tokens = T.dynamic("num_tokens")
+
+    by_loads = Fragment((tokens, padded), _thread_and_register(padded))
+
+    @T.macro
+    def rotate(x, y, cosine, sine, first, head):  # type: ignore[no-untyped-def]
+        a = d.registers((heads, tokens, padded), dtype)
+        b = d.registers((heads, tokens, padded), dtype)
+        for n, t, i in d.each(heads, tokens, padded):
+            a[n, t, i] = x[first + t, head + n, i]
+        for n, t, i in d.each(heads, tokens, padded):
+            b[n, t, i] = x[first + t, head + n, half + i]
+        for n, t, i in d.each(heads, tokens, padded):
+            wide_a, wide_b = T.cast(a[n, t, i], "float32"), T.cast(b[n, t, i], "float32")
+            a[n, t, i] = T.cast(wide_a * cosine[t, i] - wide_b * sine[t, i], dtype)
+            b[n, t, i] = T.cast(wide_b * cosine[t, i] + wide_a * sine[t, i], dtype)
+        for n, t, i in d.each(heads, tokens, padded):
+            if i < half:
+                y[first + t, head + n, i] = a[n, t, i]
+        for n, t, i in d.each(heads, tokens, padded):
+            if i < half:
+                y[first + t, head + n, half + i] = b[n, t, i]
+
+    @T.prim_func
+    def program(
+        q: T.Tensor((num_tokens, num_query_heads, width), dtype),
+        k: T.Tensor((num_tokens, num_kv_heads, width), dtype),
+        positions: T.Tensor((num_tokens,), "int64"),
+        frequencies: T.Tensor((half,), "float32"),
+        rotated_q: T.Tensor((num_tokens, num_query_heads, width), dtype),
+        rotated_k: T.Tensor((num_tokens, num_kv_heads, width), dtype),
+    ):
+        with d.grid(
+            query_blocks + key_blocks, T.ceildiv(num_tokens, tokens), num_threads=THREADS
+        ) as (group, block):
+            first = block * tokens
+            cosine = d.registers((tokens, padded), "float32")
+            sine = d.registers((tokens, padded), "float32")
+            if d.on_gpu:
+                T.annotate_layout({cosine: by_loads, sine: by_loads})
+            for t, i in d.each(tokens, padded):
+                angle = T.cast(positions[first + t], "float32") * frequencies[i]
+                cosine[t, i] = T.cos(angle)
+                sine[t, i] = T.sin(angle) * sign
+            if group < query_blocks:
+                rotate(q, rotated_q, cosine, sine, first, group * heads)
+            else:
+                rotate(k, rotated_k, cosine, sine, first, (group - query_blocks) * heads)
+
+    return program
+
+
+@functools.cache
+def _frequencies(theta: float, width: int, device: torch.device) -> Tensor:
+    """theta^(-2i/H) for i in [0, H/2): float64 rounded once to float32."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+    return (theta**-exponent).to(torch.float32).to(device)
+
+
+def _rotate(
+    q: Tensor, k: Tensor, positions: Tensor, theta: float, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    rotated_q, rotated_k = q.new_empty(q.shape), k.new_empty(k.shape)
+    (B, T_, N, H), K = q.shape, k.shape[2]
+    if q.numel():
+        launch(
+            rope_rotate, dialect_of(q), (N, K, H, dtype_name("rope", q), backwards),
+            dense(q).view(B * T_, N, H), dense(k).view(B * T_, K, H), dense(positions).view(-1),
+            _frequencies(theta, H, q.device), rotated_q.view(B * T_, N, H),
+            rotated_k.view(B * T_, K, H),
+        )  # fmt: skip
+    return rotated_q, rotated_k
+
+
+NAMESPACE = "touchstone_tilelang"
+
+
+@torch.library.custom_op(f"{NAMESPACE}::rope", mutates_args=())
+def _rope(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    return _rotate(q, k, positions, theta, backwards=False)
+
+
+@_rope.register_fake
+def _(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::rope_backward", mutates_args=())
+def _rope_backward(
+    dq: Tensor, dk: Tensor, positions: Tensor, theta: float
+) -> tuple[Tensor, Tensor]:
+    return _rotate(dq, dk, positions, theta, backwards=True)
+
+
+@_rope_backward.register_fake
+def _(dq: Tensor, dk: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    return dq.new_empty(dq.shape), dk.new_empty(dk.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[2])
+    ctx.theta = inputs[3]
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    return *_rope_backward(dq, dk, *ctx.saved_tensors, ctx.theta), None, None
+
+
+_rope.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _require(q: Tensor, k: Tensor, positions: Tensor) -> None:
+    dtype_name("rope", q)
+    if q.ndim != 4 or k.ndim != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"q and k must be [B,T,N,H] and [B,T,K,H], got {list(q.shape)} and {list(k.shape)}"
+        )
+    if k.dtype != q.dtype or {k.device, positions.device} != {q.device}:
+        raise ValueError(
+            f"q and k must share a dtype, and a device with positions, got {q.dtype} on {q.device}, "
+            f"{k.dtype} on {k.device}, positions on {positions.device}"
+        )
+    if positions.shape != q.shape[:2] or positions.dtype != torch.int64:
+        raise ValueError(
+            f"positions must be int64 {list(q.shape[:2])}, got {positions.dtype} "
+            f"{list(positions.shape)}"
+        )
+    if q.shape[3] % 2 or not 2 <= q.shape[3] <= LARGEST_WIDTH:
+        raise ValueError(
+            f"RoPE rotates pairs: the head width must be even, 2 to {LARGEST_WIDTH}, "
+            f"got {q.shape[3]}"
+        )
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """q [B,T,N,H] and k [B,T,K,H] rotated by positions [B,T] int64 * theta^(-2i/H).
+
+    Raises ValueError if the head width is odd or over LARGEST_WIDTH, if shapes, dtypes or devices
+    do not fit, or if the device does not take the dtype.
+    """
+    _require(q, k, positions)
+    rotated_q, rotated_k = _rope(q, k, positions, theta)
+    return rotated_q, rotated_k
+
+
+rope.kernel_calls = launches_of("rope_rotate")

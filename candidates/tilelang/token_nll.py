@@ -1,0 +1,129 @@
+"""The last layer and the cross-entropy as one operator: the logits never exist at once.
+
+The loss and its gradients are computed in the forward, chunk by chunk of rows, by the kernels of
+token_nll_kernels.py; the backward multiplies the gradients by the cotangent of the sum.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from candidates.tilelang.dialect import dense, dialect_of, dtype_name, launch, launches_of
+from candidates.tilelang.token_nll_kernels import loss_and_gradients, scaled
+
+NO_TARGET = -100
+NAMESPACE = "touchstone_tilelang"
+
+
+@torch.library.custom_op(f"{NAMESPACE}::token_nll", mutates_args=())
+def _token_nll(
+    hidden: Tensor, weight: Tensor, labels: Tensor, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """nll_sum, num_tokens, and the gradients of nll_sum; empty where not needed."""
+    labels, vocabulary = dense(labels), weight.shape[0]
+    targets = labels != NO_TARGET
+    wrong = targets & ((labels < 0) | (labels >= vocabulary))
+    some_wrong = wrong.any().to("cpu", non_blocking=True)
+    checked = torch.cuda.Event() if labels.is_cuda else None
+    if checked:
+        checked.record()
+    dtype = dtype_name("token_nll", hidden)
+    nll, dhidden, dweight = loss_and_gradients(
+        dense(hidden), dense(weight), labels, dtype, (needed[0], needed[1])
+    )
+    if checked:  # the kernels are queued: waiting here does not leave the device idle
+        checked.synchronize()
+    if bool(some_wrong):
+        raise ValueError(
+            f"a label must be {NO_TARGET} (no target) or in [0, {vocabulary}), got "
+            f"{int(labels[wrong][0])}; check the tokenizer's vocabulary"
+        )
+    nll_sum = nll.sum(dtype=torch.float64).to(torch.float32)
+    return nll_sum, targets.sum(), dhidden, dweight
+
+
+@_token_nll.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, labels: Tensor, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nll_sum = hidden.new_empty((), dtype=torch.float32)
+    dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
+    dweight = weight.new_empty(weight.shape if needed[1] else (0,))
+    return nll_sum, labels.new_empty((), dtype=torch.int64), dhidden, dweight
+
+
+@torch.library.custom_op(f"{NAMESPACE}::scaled", mutates_args=())
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor; the factor, a float32 scalar, is not rounded to x's dtype."""
+    y, wide = x.new_empty(x.shape), 16 // x.element_size()
+    line = 1 if x.numel() % wide else wide
+    if x.numel():
+        x_lines, y_lines = dense(x).view(-1, line), y.view(-1, line)
+        parameters = (line, dtype_name("token_nll", x))
+        launch(scaled, dialect_of(x), parameters, x_lines, dense(factor).view(1), y_lines)
+    return y
+
+
+@_scaled.register_fake
+def _(x: Tensor, factor: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], output[3])
+    ctx.needed = inputs[3]
+
+
+def _differentiate(ctx: Any, factor: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    gradients = (
+        _scaled(gradient, factor) if wanted else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.needed, strict=True)
+    )
+    return *gradients, None, None
+
+
+_token_nll.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _require(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    dtype_name("token_nll", hidden)
+    if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"hidden must be [M, D] and labels [M] int64, got {list(hidden.shape)} and "
+            f"{labels.dtype} {list(labels.shape)}"
+        )
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[1] or not min(weight.shape):
+        raise ValueError(
+            f"weight must be [V, {hidden.shape[1]}] with V and D at least 1, got "
+            f"{list(weight.shape)}"
+        )
+    if not hidden.device == weight.device == labels.device:
+        raise ValueError(
+            f"hidden, weight and labels must be on one device, got {hidden.device}, "
+            f"{weight.device} and {labels.device}"
+        )
+
+
+def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over m with a target of -log softmax(hidden_m weight^T)[labels_m], and their number.
+
+    hidden [M, D], weight [V, D], rounded to hidden's dtype, labels [M] int64, -100 for no target.
+    Returns (nll_sum in nats, float32; num_tokens, int64), scalar tensors.
+
+    The gradients are computed here, while the logits of a chunk are at hand, and the backward
+    multiplies them by the cotangent. At V 152064 a chunk takes 640 MiB; the gradient of weight is
+    added up over the chunks in its own dtype. The labels are checked on the device and the host
+    waits for the answer.
+
+    Raises ValueError on shapes, dtypes or devices that do not fit, and for a label outside [0, V)
+    that is not -100.
+    """
+    _require(hidden, weight, labels)
+    weight = weight.to(hidden.dtype)
+    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    nll_sum, num_tokens, _, _ = _token_nll(hidden, weight, labels, needed)
+    return nll_sum, num_tokens
+
+
+token_nll.kernel_calls = launches_of("logit_tiles", "logit_gradients", "scaled")

@@ -1,0 +1,259 @@
+"""Operators that race, keep stale kernels, remember their past, or quietly do not run."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from gates.faults.attention_kernels import attention_kernel, stored, wide_gradients
+from gates.faults.kernels import wide, writes_beyond
+from gates.faults.linear_kernels import linear_kernel, product
+from gates.faults.norm_kernels import norm_kernel, parts_of
+from gates.faults.swiglu_kernels import right_values as swiglu_values
+from gates.faults.swiglu_kernels import swiglu_kernel
+from harness import fault
+from reference.ops import rms_norm
+
+REPEATS, MEMORY = "m4_repeats::", "m4_memory::"
+BITS, DEFAULT = f"{REPEATS}test_same_bits", f"{REPEATS}test_default_mode"
+CONFIGURATIONS = f"{REPEATS}test_many_configurations"
+
+
+# --- races ---------------------------------------------------------------------------------------
+
+
+@fault(role="rms_norm", caught_by=[f"{BITS}[rms_norm]"], seen_in="own")
+def adds_rows_in_any_order(reference):
+    """Atomic additions to dweight: the order of the rows changes from run to run."""
+
+    def gradients(x, weight, eps, dy):
+        dx, rows = parts_of(x, weight, eps, dy)
+        order = torch.randperm(len(rows), device=x.device)
+        total = torch.zeros_like(rows[0])
+        for row in rows[order]:
+            total = total + row
+        return dx.to(x.dtype), total.to(weight.dtype)
+
+    return norm_kernel(gradients=gradients)
+
+
+@fault(
+    role="attention",
+    caught_by=f"{BITS}[attention]",
+    seen_in="Dao-AILab/flash-attention#414",
+)
+def adds_blocks_of_dq_in_any_order(reference):
+    """dq is added up by atomics over blocks of keys, also where determinism was asked for."""
+
+    def gradients(q, k, v, may_see, do):
+        dq, dk, dv = wide_gradients(q, k, v, may_see, do)
+        parts = dq[None] * torch.rand(8, 1, 1, 1, 1, device=q.device).softmax(0)
+        return stored((parts.sum(0), dk, dv), q, k)
+
+    return attention_kernel(gradients=gradients)
+
+
+@fault(
+    role="linear",
+    caught_by=[f"{BITS}[linear]", f"{DEFAULT}[linear]"],
+    seen_in="tile-ai/tilelang#2556",
+)
+def loses_a_barrier(reference):
+    """Now and then a tile is multiplied before its last 16 columns have arrived."""
+    calls = itertools.count()
+
+    def forward(a, b):
+        late = next(calls) % 7 == 6
+        return product(a[:, :-16], b[:, :-16]) if late else product(a, b)
+
+    return linear_kernel(forward)
+
+
+@fault(
+    role="token_nll",
+    caught_by=[f"{BITS}[token_nll]", f"{DEFAULT}[token_nll]"],
+    seen_in="tile-ai/tilelang#2699",
+)
+def clears_the_accumulator_too_late(reference):
+    """Every fifth run starts from what the run before left."""
+    left = [torch.zeros(()), itertools.count()]
+
+    def token_nll(hidden, weight, labels):
+        nll_sum, num_tokens = reference.token_nll(hidden, weight, labels)
+        stale = left[0].to(nll_sum) if next(left[1]) % 5 == 4 else 0
+        left[0] = nll_sum.detach()
+        return nll_sum + stale, num_tokens
+
+    return token_nll
+
+
+@fault(role="swiglu", caught_by=[f"{BITS}[swiglu]", f"{DEFAULT}[swiglu]"], seen_in="own")
+def reads_a_tile_that_another_block_still_writes(reference):
+    """Some elements hold the gate instead of the product, others every time."""
+
+    def values(gate, up):
+        early = torch.rand(gate.shape, device=gate.device) < 0.01
+        return torch.where(early, gate, swiglu_values(gate, up))
+
+    return swiglu_kernel(values)
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+def first_constant_wins(operator, place):
+    """A cache of kernels by shapes and dtypes: the constant of the first call is compiled in."""
+    constants: dict[tuple, object] = {}
+
+    def called(*arguments):
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        key = tuple((tuple(x.shape), x.dtype) for x in tensors)
+        kept = constants.setdefault(key, arguments[place])
+        return operator(*arguments[:place], kept, *arguments[place + 1 :])
+
+    return called
+
+
+@fault(role="rms_norm", caught_by=f"{CONFIGURATIONS}[rms_norm]", seen_in="tile-ai/tilelang#1250")
+def caches_a_kernel_without_its_epsilon(reference):
+    """The kernel's key has the shapes and dtypes, not epsilon."""
+    cached = first_constant_wins(reference.rms_norm, 2)
+    return lambda x, weight, eps: cached(x, weight, eps)
+
+
+@fault(
+    role="add_rms_norm",
+    caught_by=f"{CONFIGURATIONS}[add_rms_norm]",
+    seen_in="tile-ai/tilelang#2791",
+)
+def caches_the_fused_kernel_without_its_epsilon(reference):
+    """The same in the fused norm."""
+    cached = first_constant_wins(reference.add_rms_norm, 3)
+    return lambda x, residual, weight, eps: cached(x, residual, weight, eps)
+
+
+@fault(role="rope", caught_by=f"{CONFIGURATIONS}[rope]", seen_in="tile-ai/tilelang PR#565")
+def caches_tables_without_theta(reference):
+    """Tables of the first theta serve every other."""
+    cached = first_constant_wins(reference.rope, 3)
+    return lambda q, k, positions, theta: cached(q, k, positions, theta)
+
+
+@fault(role="linear", caught_by=f"{CONFIGURATIONS}[linear]", seen_in="tile-ai/tilelang#2662")
+def caches_a_kernel_without_its_bias_flag(reference):
+    """The kernel that was compiled with a bias serves calls without one."""
+    biases: dict[tuple, torch.Tensor] = {}
+
+    def linear(x, weight, bias):
+        key = (tuple(x.shape), x.dtype)
+        if bias is not None:
+            biases[key] = bias.detach()
+        return reference.linear(x, weight, biases.get(key) if bias is None else bias)
+
+    return linear
+
+
+STALE_CALLS: list[float] = []
+
+
+def remembers_the_first_epsilon(x, weight, eps):
+    """rms_norm with the epsilon of the process's first call, which another process has not seen."""
+    STALE_CALLS.append(eps)
+    return rms_norm(x, weight, STALE_CALLS[0] * len(STALE_CALLS))
+
+
+@fault(
+    role="rms_norm",
+    caught_by=f"{REPEATS}test_second_process",
+    seen_in="tile-ai/tilelang PR#1977",
+)
+def depends_on_the_history_of_the_process(reference):
+    """A result that depends on what was called before it."""
+    STALE_CALLS[:] = [1e-3] * 5
+    return remembers_the_first_epsilon
+
+
+@fault(
+    role="swiglu",
+    caught_by=f"{REPEATS}test_checkpointing[swiglu]",
+    seen_in="pytorch/torchtitan#1323",
+)
+def computes_otherwise_the_second_time(reference):
+    """A second forward of the same call, as checkpointing makes it, saves other values."""
+    forwards = itertools.count()
+
+    def values(gate, up):
+        return swiglu_values(gate, up) if next(forwards) % 2 else swiglu_values(gate + 1e-2, up)
+
+    return swiglu_kernel(values)
+
+
+# --- kernels that do not run ---------------------------------------------------------------------
+
+
+def never_launching(reference, role):
+    """The plain formula under the flag of a kernel that is never launched."""
+    plain = getattr(reference, role)
+
+    def quiet(*arguments):
+        return plain(*arguments)
+
+    quiet.kernel_calls = lambda: {f"{role}_forward": 0, f"{role}_backward": 0}
+    return quiet
+
+
+@fault(
+    role="swiglu",
+    caught_by=f"{REPEATS}test_kernels_ran[swiglu]",
+    seen_in="verl-project/verl PR#6330",
+)
+def falls_back_without_a_word(reference):
+    """The flag of the fused kernel is set; plain torch runs."""
+    return never_launching(reference, "swiglu")
+
+
+@fault(
+    role="attention",
+    caught_by=f"{REPEATS}test_kernels_ran[attention]",
+    seen_in="feifeibear/long-context-attention#166",
+)
+def runs_its_kernel_forward_only(reference):
+    """A kernel of inference: the backward is plain torch."""
+    launches = itertools.count()
+    seen = [0]
+
+    def attention(q, k, v, documents):
+        seen[0] = next(launches) + 1
+        return reference.attention(q, k, v, documents)
+
+    attention.kernel_calls = lambda: {"attention_forward": seen[0]}
+    return attention
+
+
+# --- memory of the other roles -------------------------------------------------------------------
+
+
+@fault(role="linear", caught_by=f"{MEMORY}test_guards[linear]", seen_in="own")
+def stores_one_element_behind_the_product(reference):
+    """The product is right, and the element behind it is written too."""
+    return linear_kernel(lambda a, b: writes_beyond(product(a, b)))
+
+
+@fault(
+    role="swiglu", caught_by=f"{MEMORY}test_guards[swiglu]", seen_in="tile-ai/tilelang-ascend#1654"
+)
+def stores_whole_vectors(reference):
+    """The output is right, and the vector is stored to its end."""
+    return swiglu_kernel(lambda gate, up: writes_beyond(swiglu_values(gate, up)))
+
+
+@fault(role="attention", caught_by=f"{MEMORY}test_guards[attention]", seen_in="own")
+def stores_a_row_sum_too_many(reference):
+    """The output is right; the log-sum-exp of a row beyond the last is stored as well."""
+
+    def attention(q, k, v, documents):
+        writes_beyond(wide(q[..., 0]).detach())
+        return reference.attention(q, k, v, documents)
+
+    return attention

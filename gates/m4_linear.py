@@ -1,0 +1,89 @@
+"""M4. The linear layer in every dtype: a product of matrices, its bias, and all three gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gates import ladder, operators
+from gates.operator_cases import linear_case
+from gates.recorded import REAL, recorded_cases
+from harness import gate
+
+# (rows, inputs, outputs) around tiles of 16 to 128 in each of the three; smaller than one tile of
+# all (a grid with more workers than tiles), one element, primes.
+SHAPES = [(1, 1, 1), (1, 64, 33), (15, 33, 64), (17, 64, 64), (64, 64, 33), (129, 64, 64)]
+LARGE = [
+    *((m, k, n) for m in (127, 128, 257) for k in (31, 128, 4096) for n in (127, 129, 256)),
+    (1009, 1013, 1019),
+    (4096, 896, 4864),
+]
+
+
+@gate(
+    claim="the product, with and without a bias, and its gradients are as near to the oracle as "
+    "the plain formula, for sizes around every tile edge in all three dimensions",
+    roles=["linear"],
+    not_claimed="memory layouts (m4_memory), speed",
+    source="tile-ai/tilelang-ascend#1551 (fewer tiles than workers), #1093 (float32 operands read "
+    "as pairs of float16)",
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_shapes(stack, bias, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        for shape in SHAPES + (LARGE if device.type == "cuda" else []):
+            case = linear_case(rng, *shape, bias=bias)
+            operators.trial(stack, case, dtype, device, rng, check, at=str(list(shape)))
+
+
+@gate(
+    claim="products are added in float32: products beyond the range of float16, and sums of many "
+    "products, are rounded once",
+    roles=["linear"],
+    not_claimed="sums beyond the range of the result's dtype",
+    source="tile-ai/tilelang PR#2917: each product rounded to float16 was off by 1e-2 for 256 "
+    "terms, and infinite for 300 * 300",
+)
+def test_accumulation(stack, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        case = linear_case(rng, 16, 512, 33, bias=False)
+        x, weight = case.tensors["x"], case.tensors["weight"]
+        # Two pairs of products of 90000 and -90000 beside 508 of about 0.05.
+        x[:, 100:104] = 300.0
+        weight[:, 100:104] = torch.tensor([300.0, -300.0, 300.0, -300.0])
+        tensors = {n: t.to(device, dtype) for n, t in case.tensors.items()}
+        got = stack.linear(tensors["x"], tensors["weight"], None)
+        wide = [t.cpu().double() for t in tensors.values()]
+        error = (got.cpu().double() - wide[0] @ wide[1].T).abs().max()
+        check(f"{operators.short(dtype)}: largest error beside products of 90000", error,
+              at_most=1.0, because="float32 keeps 2^-7 beside 180000, in each of up to 508 "
+              "additions; float16 products are infinite, and their sum is NaN")  # fmt: skip
+        same_sign = linear_case(rng, 16, 512, 33, bias=False)
+        for t in same_sign.tensors.values():
+            t.abs_()
+        operators.trial(stack, same_sign, dtype, device, rng, check, label="sums of one sign")
+
+
+@gate(
+    claim="the same at the shapes of the rung's model, and for real activations and weights",
+    roles=["linear"],
+    not_claimed="the rung's number of tokens",
+    source="the presets of reference.config",
+)
+@pytest.mark.parametrize("inputs", ["rung", "recorded"])
+def test_models(stack, inputs, rung, rng, device, check):
+    options = REAL if inputs == "recorded" else {}
+    for dtype in operators.dtypes(stack):
+        cases = rung_cases(rng, ladder.config(rung)) if inputs == "rung" else None
+        for case in cases or recorded_cases("linear", device):
+            at = str([list(x.shape) for x in case.tensors.values()])
+            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+
+
+def rung_cases(rng, config):
+    """The products of a layer: queries, keys, feed-forward up and down."""
+    D, F = config.model_width, config.feed_forward_width
+    widths = {(D, config.num_query_heads * config.head_width, config.qkv_bias),
+              (D, config.num_kv_heads * config.head_width, config.qkv_bias),
+              (D, F, False), (F, D, False)}  # fmt: skip
+    return [linear_case(rng, 17, *shape) for shape in sorted(widths)]

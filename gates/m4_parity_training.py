@@ -1,0 +1,196 @@
+"""M4. Five AdamW updates go where transformers and torch.optim.AdamW go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gates import probes, toys, twins
+from gates.m4_parity_forward import MANY, OPERATORS, SHAPES, built, random_batch
+from harness import gate
+from harness.compare import relative_error
+from reference.schedule import Schedule
+from reference.update import TrainState, UpdateSettings
+from reference.window import Window
+
+NUM_UPDATES = 5
+SETTINGS = UpdateSettings(Schedule(peak=3e-4, total_tokens=2**40), max_norm=0.5)
+ROLES = [
+    "build_model",
+    *OPERATORS,
+    "accumulate",
+    "clip_grad_norm",
+    "param_groups",
+    "optimizer_step",
+    "learning_rate",
+    "update_window",
+]
+# Every shape once, and every layout.
+CASES = {
+    "llama-1-rows": ("llama-1", "rows"),
+    "llama-3-packed": ("llama-3", "packed"),
+    "qwen2-7-padded": ("qwen2-7", "padded"),
+    "qwen2-8-packed": ("qwen2-8", "packed"),
+}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Of each update the loss in nats a target and the gradient norm before clipping; and how far
+    each parameter has come from where it started, on the CPU."""
+
+    losses: list[float]
+    norms: list[float]
+    moved: dict[str, Tensor]
+
+
+def updates_of_stack(
+    stack: Any,
+    model: nn.Module,
+    windows: Sequence[Sequence[twins.Batch]],
+    settings: UpdateSettings = SETTINGS,
+) -> Trajectory:
+    """`stack.update_window` on each window; a window is some microbatches."""
+    start = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    training = TrainState(model, stack.param_groups(model, settings.weight_decay))
+    records = []
+    for batches in windows:
+        window = Window(tuple(batch.microbatch for batch in batches))
+        records.append(stack.update_window(training, window, stack, settings))
+    moved = {name: p.detach().cpu() - start[name] for name, p in model.named_parameters()}
+    return Trajectory([r.loss_nats for r in records], [r.grad_norm for r in records], moved)
+
+
+def updates_of_twin(
+    twin: nn.Module,
+    windows: Sequence[Sequence[twins.Batch]],
+    settings: UpdateSettings = SETTINGS,
+) -> Trajectory:
+    """The same by torch.optim.AdamW and torch's own clip, over float32 copies of the weights."""
+    masters = {
+        name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+        for name, p in twin.named_parameters()
+    }
+    start = {name: p.detach().cpu().clone() for name, p in masters.items()}
+    groups = [
+        {"params": [p for p in masters.values() if (p.dim() > 1) is is_matrix], "weight_decay": w}
+        for is_matrix, w in ((True, settings.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=settings.schedule.peak, betas=settings.betas, eps=settings.epsilon
+    )
+    losses, norms = [], []
+    for batches in windows:
+        losses.append(_backward(twin, batches))
+        for name, parameter in twin.named_parameters():
+            masters[name].grad = parameter.grad.float()
+        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), settings.max_norm)))
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.copy_(masters[name])
+    moved = {n.removeprefix("model."): p.detach().cpu() - start[n] for n, p in masters.items()}
+    return Trajectory(losses, norms, moved)
+
+
+def _backward(twin: nn.Module, batches: Sequence[twins.Batch]) -> float:
+    """Leaves the gradient of the token mean over all batches; returns it."""
+    twin.zero_grad(set_to_none=True)
+    num_targets, total = sum(batch.microbatch.num_targets for batch in batches), 0.0
+    for batch in batches:
+        _, _, logits_BTV = twins.forward(twin, batch)
+        nll = nn.functional.cross_entropy(
+            logits_BTV.float().flatten(0, 1), batch.microbatch.labels.flatten(), reduction="sum"
+        )
+        (nll / num_targets).backward()
+        total += float(nll.detach())
+    return total / num_targets
+
+
+def windows_of(rng, config, layout, device, shape=(2, 96)):
+    """Two microbatches a window; the second has a third of the first's targets."""
+    windows = []
+    for _ in range(NUM_UPDATES):
+        first, second = (random_batch(rng, config, layout, shape=shape) for _ in range(2))
+        num_targets = second.microbatch.num_targets // 3
+        (fewer,) = Window((second.microbatch,)).trim(num_targets).microbatches
+        windows.append([first.to(device), twins.Batch(fewer, layout).to(device)])
+    return windows
+
+
+@gate(
+    claim="in float32, losses, gradient norms and parameters of five updates are those of "
+    "transformers with torch.optim.AdamW, to 1e-5",
+    roles=ROLES,
+    not_claimed="a learning rate that changes (m2_schedule)",
+    source="torch.optim.AdamW, torch.nn.utils.clip_grad_norm_, transformers' Qwen2 and Llama",
+)
+@pytest.mark.parametrize("case", CASES)
+def test_float32(stack, case, rng, device, check):
+    name, layout = CASES[case]
+    config = SHAPES[name]
+    weights = twins.random_weights(config, rng)
+    windows = windows_of(rng, config, layout, device)
+    twin = twins.load(twins.build(config, torch.float32, device), weights)
+    want = updates_of_twin(twin, windows)
+    got = updates_of_stack(stack, built(stack, config, weights, device), windows)
+    check_close(check, got, want, {name: w.norm() for name, w in weights.items()})
+
+
+def check_close(check, got, want, sizes, max_norm=SETTINGS.max_norm):
+    """Two trajectories in float32; `sizes` are the 2-norms of the parameters."""
+    for mine, theirs in zip(got.losses, want.losses, strict=True):
+        check("loss of an update, worst", abs(mine / theirs - 1), at_most=1e-5,
+              because="relative; float32 on both sides")  # fmt: skip
+    for mine, theirs in zip(got.norms, want.norms, strict=True):
+        check("gradient norm of an update, worst", abs(mine / theirs - 1), at_most=1e-5,
+              because="relative, before clipping; Adam hides a scale")  # fmt: skip
+    check("smallest gradient norm / max_norm", min(want.norms) / max_norm, at_least=1.0,
+          because="every update is clipped")  # fmt: skip
+    check("parameters", sorted(got.moved), equal=sorted(want.moved), because="a tied table is one")
+    for name, moved in want.moved.items():
+        error = (got.moved[name].double() - moved.double()).norm()
+        check(f"parameter after {NUM_UPDATES} updates, worst", error / sizes[name],
+              at_most=1e-5, because="relative to the parameter's 2-norm")  # fmt: skip
+        check("way that a parameter went, worst", error / moved.norm(), at_most=1e-2,
+              because="relative to its own 2-norm: where a gradient is zero but for rounding, "
+              "Adam's first step goes either way")  # fmt: skip
+
+
+@gate(
+    claim="in bfloat16, five updates stray from the oracle's at most 1.5 times as far as "
+    "transformers' do, with losses within 1e-3",
+    roles=ROLES,
+    not_claimed="that training in bfloat16 converges alike (M5)",
+    source="the reference in float64 on the CPU; transformers in bfloat16 over float32 weights",
+)
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16(stack, case, rng, device, check):
+    name, layout = CASES[case]
+    config = SHAPES[name]
+    weights = twins.random_weights(config, rng, torch.bfloat16)
+    windows = windows_of(rng, config, layout, device, MANY)
+    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
+    oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
+    oracle = updates_of_stack(probes.REFERENCE, oracle_model, on_cpu)
+    twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
+    plain = updates_of_twin(twin, windows)
+    model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
+    got = updates_of_stack(stack, model, windows)
+    for mine, exact in zip(got.losses, oracle.losses, strict=True):
+        check("loss of an update, worst", abs(mine / exact - 1), at_most=1e-3,
+              because="relative to the oracle's: the end-to-end bound")  # fmt: skip
+    for mine, exact in zip(got.norms, oracle.norms, strict=True):
+        check("gradient norm of an update, worst", abs(mine / exact - 1), at_most=2e-2,
+              because="relative to the oracle's; the classical bound of bfloat16")  # fmt: skip
+    check(
+        "parameters", sorted(got.moved), equal=sorted(oracle.moved), because="a tied table is one"
+    )
+    errors = [relative_error(toys.flat(t.moved), toys.flat(oracle.moved)) for t in (got, plain)]
+    check("way that the parameters went, error over that of transformers", errors[0] / errors[1],
+          at_most=1.5, because="k times the error of transformers in bfloat16")  # fmt: skip

@@ -1,0 +1,64 @@
+"""M4. SwiGLU in every dtype: values and both gradients, at any size and shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gates import ladder, operators
+from gates.operator_cases import swiglu_case
+from gates.recorded import REAL, recorded_cases
+from harness import gate
+
+# Elements around the edges of blocks of 128, 256 and 1024, and primes; three dimensions as in a
+# model, and one.
+SHAPES = [(1, 1), (1, 64), (127, 1), (128, 3), (7, 17), (16, 64), (17, 64), (2, 9, 33), (1009,)]
+LARGE = [(129, 1024), (4097, 96), (3, 5, 8960)]
+
+
+@gate(
+    claim="values and gradients are as near to the oracle as the plain formula, for numbers of "
+    "elements around every tile edge",
+    roles=["swiglu"],
+    not_claimed="memory layouts (m4_memory), speed",
+    source="unslothai/unsloth#3314: gradients exchanged, or one of them wrong",
+)
+def test_shapes(stack, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        for shape in SHAPES + (LARGE if device.type == "cuda" else []):
+            case = swiglu_case(rng, *shape)
+            operators.trial(stack, case, dtype, device, rng, check, at=str(list(shape)))
+
+
+@gate(
+    claim="gates from -90 to 90, where exp(-gate) leaves the range of float16 and of float32, have "
+    "finite values and gradients as near to the oracle as the plain formula",
+    roles=["swiglu"],
+    not_claimed="gates that are not finite",
+    source="exp(89) is beyond float32, exp(12) beyond float16",
+)
+def test_large_gates(stack, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        case = swiglu_case(rng, 16, 64)
+        case.tensors["gate"][:] = torch.linspace(-90, 90, 16 * 64, dtype=torch.float64).view(16, 64)
+        outcome = operators.trial(stack, case, dtype, device, rng, check)
+        for name, x in (outcome.forward | outcome.backward).items():
+            infinite = int((~x.isfinite()).sum())
+            check(f"{operators.short(dtype)} {name}: elements that are not finite", infinite,
+                  equal=0, because="silu and its derivative are bounded by the gate")  # fmt: skip
+
+
+@gate(
+    claim="the same at the feed-forward width of the rung's model, and for real gates",
+    roles=["swiglu"],
+    not_claimed="the rung's number of tokens",
+    source="the presets of reference.config",
+)
+@pytest.mark.parametrize("inputs", ["rung", "recorded"])
+def test_models(stack, inputs, rung, rng, device, check):
+    cases = [swiglu_case(rng, 19, ladder.config(rung).feed_forward_width)]
+    options = REAL if inputs == "recorded" else {}
+    for dtype in operators.dtypes(stack):
+        for case in cases if inputs == "rung" else recorded_cases("swiglu", device):
+            at = str(list(case.tensors["gate"].shape))
+            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)

