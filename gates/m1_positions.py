@@ -108,7 +108,7 @@ def test_gradient(stack, rng, device, check):
         check(f"change of {name} at position 0", (y - x)[:, 0].abs().max(), equal=0.0,
               because="cos 0 = 1 and sin 0 = 0")  # fmt: skip
         cotangent = torch.randn(y.shape, generator=rng, dtype=torch.float64)
-        (gradient,) = torch.autograd.grad(y, x, cotangent.to(y))
+        (gradient,) = torch.autograd.grad(y, x, cotangent.to(y), retain_graph=True)  # one node
         want = rotated(cotangent, -positions_BT, 1e4)
         check(f"relative error of d{name}", relative_error(gradient, want), at_most=bound,
               because="angles rounded at 16383 eps")  # fmt: skip

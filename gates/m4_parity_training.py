@@ -182,9 +182,12 @@ def test_bfloat16(stack, case, rng, device, check):
     plain = updates_of_twin(twin, windows)
     model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
     got = updates_of_stack(stack, model, windows)
-    for mine, exact in zip(got.losses, oracle.losses, strict=True):
-        check("loss of an update, worst", abs(mine / exact - 1), at_most=1e-3,
-              because="relative to the oracle's: the end-to-end bound")  # fmt: skip
+    for mine, theirs, exact in zip(got.losses, plain.losses, oracle.losses, strict=True):
+        check("loss of an update, worst", abs(mine / theirs - 1), at_most=1e-3,
+              because="relative to transformers' in bfloat16: the end-to-end bound")  # fmt: skip
+        check("loss of an update beside the oracle's, worst", abs(mine / exact - 1), at_most=2e-3,
+              because="rounding the new weights to bfloat16, which both sides do, moves it by "
+              "5e-4 without any other rounding")  # fmt: skip
     for mine, exact in zip(got.norms, oracle.norms, strict=True):
         check("gradient norm of an update, worst", abs(mine / exact - 1), at_most=2e-2,
               because="relative to the oracle's; the classical bound of bfloat16")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 
 import pytest
@@ -41,6 +42,11 @@ def folder():
     return smollm2()
 
 
+def loaded(stack, device, compute_dtype=None):
+    gc.collect()  # a model is in a cycle with its hooks: the one before is freed now
+    return stack.load_pretrained(folder(), stack, torch.float32, device, compute_dtype)
+
+
 @functools.cache
 def text(num_rows, num_tokens, layout):
     """The first tokens of long chapters of the language reference."""
@@ -53,6 +59,7 @@ def text(num_rows, num_tokens, layout):
 
 
 def twin(dtype, device):
+    gc.collect()
     return twins.require_transformers().AutoModelForCausalLM.from_pretrained(
         folder(), dtype=dtype, attn_implementation="eager", local_files_only=True
     ).to(device)  # fmt: skip
@@ -70,7 +77,8 @@ def outcome_of_twin(name, dtype, device, gradients=False):
 
 @functools.lru_cache(maxsize=1)
 def trained_twin(device):
-    outcome_of_twin.cache_clear()
+    outcome_of_twin.cache_clear()  # its gradients, which no gate after this asks for
+    gc.collect()
     return updates_of_twin(twin(torch.float32, device), windows(device), SETTINGS)
 
 
@@ -92,7 +100,7 @@ def windows(device):
 @pytest.mark.parametrize("name", ["packed", "row-of-512"])
 def test_values(stack, name, device, check):
     want = outcome_of_twin(name, torch.float32, device)
-    model = stack.load_pretrained(folder(), stack, torch.float32, device)
+    model = loaded(stack, device)
     batch = text(*TEXTS[name]).to(device)
     got = parity.of_stack(stack, model, batch, gradients=False, group=GROUP)
     parity.check_close(check, got, want, at_most=1e-5, because="float32 on both sides")
@@ -107,7 +115,7 @@ def test_values(stack, name, device, check):
 )
 def test_gradients(stack, device, check):
     want = outcome_of_twin("padded", torch.float32, device, gradients=True)
-    model = stack.load_pretrained(folder(), stack, torch.float32, device)
+    model = loaded(stack, device)
     batch = text(*TEXTS["padded"]).to(device)
     got = parity.of_stack(stack, model, batch, gradients=True, group=GROUP)
     parity.check_gradients(check, got.gradients, want.gradients, at_most=1e-4,
@@ -131,7 +139,7 @@ def test_bfloat16(stack, device, check):
         outcome_of_twin("padded", dtype, device, gradients=True)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    model = stack.load_pretrained(folder(), stack, torch.float32, device, torch.bfloat16)
+    model = loaded(stack, device, torch.bfloat16)
     batch = text(*TEXTS["padded"]).to(device)
     got = parity.of_stack(stack, model, batch, gradients=True, group=GROUP)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")
@@ -145,7 +153,7 @@ def test_bfloat16(stack, device, check):
 )
 def test_updates(stack, device, check):
     want = trained_twin(device)
-    model = stack.load_pretrained(folder(), stack, torch.float32, device)
+    model = loaded(stack, device)
     sizes = {name: p.detach().norm().cpu() for name, p in model.named_parameters()}
     got = updates_of_stack(stack, model, windows(device), SETTINGS)
     check_close(check, got, want, sizes)
@@ -160,7 +168,7 @@ def test_updates(stack, device, check):
 def test_norms(stack, device, check):
     calls = []
     recorder = parity.recording(stack, "rms_norm", calls)
-    model = stack.load_pretrained(folder(), recorder, torch.float32, device, torch.bfloat16)
+    model = loaded(recorder, device, torch.bfloat16)
     with torch.no_grad():
         model(text(*TEXTS["padded"]).to(device).microbatch.input_ids)
     parity.check_norms(check, calls, num_norms=2 * len(model.layers) + 1)

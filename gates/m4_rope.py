@@ -11,7 +11,9 @@ from gates.recorded import REAL, recorded_cases
 from harness import gate
 
 FAR = [15_962, 16_383, 32_767, 4_095]
-WIDTHS = {"cpu": (16, 64), "cuda": (16, 64, 96, 128, 200)}
+# On a CPU each pair of heads and width costs a candidate a compiler run.
+CPU_WIDTHS = {(7, 1): (16,), (6, 2): (64,), (3, 3): (16,)}
+WIDTHS = (16, 64, 96, 128, 200)
 
 
 def positions_at(rng, rows, tokens, largest):
@@ -30,7 +32,7 @@ def positions_at(rng, rows, tokens, largest):
 @pytest.mark.parametrize("heads", [(7, 1), (6, 2), (3, 3)], ids=["7/1", "6/2", "3/3"])
 def test_shapes(stack, heads, rng, device, check):
     for dtype in operators.dtypes(stack):
-        for width in WIDTHS.get(device.type, WIDTHS["cuda"]):
+        for width in CPU_WIDTHS[heads] if device.type == "cpu" else WIDTHS:
             for tokens in (1, 15, 16, 17, 63, 64, 65, 129) if width == 64 else (1, 17):
                 positions_BT = positions_at(rng, 2, tokens, largest=63)
                 case = rope_case(rng, positions_BT, *heads, width)
@@ -50,7 +52,7 @@ def test_shapes(stack, heads, rng, device, check):
 def test_far_positions(stack, theta, rng, device, check):
     positions_BT = torch.tensor([[0, 1, 2, 257, 2047, *FAR], [*FAR, 512, 0, 8191, 3, 1]])
     for dtype in operators.dtypes(stack):
-        case = rope_case(rng, positions_BT, 4, 2, 64, theta)
+        case = rope_case(rng, positions_BT, 6, 2, 64, theta)
         outcome, oracle = far_outcomes(stack, case, dtype, device, rng)
         eps = torch.finfo(dtype).eps
         # An angle of 32767 is off by half a unit itself, and by that of its frequency.

@@ -168,10 +168,10 @@ def ragged_documents() -> Tensor:
 EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
     "rms_norm": lambda rng: norm_case(rng, 37, 64),
     "add_rms_norm": lambda rng: add_norm_case(rng, 37, 64),
-    "rope": lambda rng: rope_case(rng, torch.randint(99, (2, 19), generator=rng), 4, 2, 16),
+    "rope": lambda rng: rope_case(rng, torch.randint(99, (2, 19), generator=rng), 6, 2, 64),
     "swiglu": lambda rng: swiglu_case(rng, 37, 64),
     "linear": lambda rng: linear_case(rng, 37, 64, 33),
-    "attention": lambda rng: attention_case(rng, None, (2, 33, 4, 2, 16)),
+    "attention": lambda rng: attention_case(rng, None, (2, 33, 6, 2, 64)),
     "token_nll": lambda rng: nll_case(rng, some_labels(rng, 37, 131), 64, 131),
 }
 
@@ -182,7 +182,7 @@ ODD_EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
     "rope": lambda rng: rope_case(rng, torch.randint(99, (1, 67), generator=rng), 7, 1, 16),
     "swiglu": lambda rng: swiglu_case(rng, 131, 33),
     "linear": lambda rng: linear_case(rng, 131, 33, 64),
-    "attention": lambda rng: attention_case(rng, ragged_documents(), (2, 67, 4, 2, 16)),
+    "attention": lambda rng: attention_case(rng, ragged_documents(), (2, 67, 6, 2, 64)),
     "token_nll": lambda rng: nll_case(rng, some_labels(rng, 131, 131), 64, 131),
 }
 
@@ -191,14 +191,14 @@ VARIED: dict[str, Callable[[torch.Generator], list[Case]]] = {
     "rms_norm": lambda rng: [norm_case(rng, 37, 64, eps=0.1), norm_case(rng, 131, 33)],
     "add_rms_norm": lambda rng: [add_norm_case(rng, 37, 64, eps=0.1), add_norm_case(rng, 131, 33)],
     "rope": lambda rng: [
-        rope_case(rng, torch.randint(99, (2, 19), generator=rng), 4, 2, 16, theta=1e6),
+        rope_case(rng, torch.randint(99, (2, 19), generator=rng), 6, 2, 64, theta=1e6),
         rope_case(rng, torch.randint(99, (1, 67), generator=rng), 7, 1, 16),
     ],
     "swiglu": lambda rng: [swiglu_case(rng, 131, 33), swiglu_case(rng, 3, 5, 64)],
     "linear": lambda rng: [linear_case(rng, 37, 64, 33, bias=False), linear_case(rng, 131, 33, 64)],
     "attention": lambda rng: [
-        attention_case(rng, ragged_documents(), (2, 67, 4, 2, 16)),
-        attention_case(rng, None, (1, 129, 4, 2, 16)),
+        attention_case(rng, ragged_documents(), (2, 67, 6, 2, 64)),
+        attention_case(rng, None, (1, 129, 6, 2, 64)),
     ],
     "token_nll": lambda rng: [
         nll_case(rng, some_labels(rng, 37, 131), 64, 131),

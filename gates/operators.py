@@ -151,7 +151,7 @@ def trial(
     Measurements of one `label` share their names, so that the worst of many shapes is kept; `at`
     says which it was. `layout(name, tensor)` lays out inputs and, by the name "cotangent", the
     cotangents, which `scale` multiplies. All must stay as they were. `loose` multiplies the
-    absolute bound in float32, and `ratio` the error ratios, where inputs magnify rounding. Returns
+    absolute bounds in float32, and `ratio` the error ratios, where inputs magnify rounding. Returns
     the role's own outcome.
     """
     tensors = {
@@ -223,14 +223,15 @@ def judge(
               because=f"16 units of float32, 2 of 16 bits, and {rms} times the plain formula's"
               f"{place}")  # fmt: skip
         return
-    absolute = ABSOLUTE[dtype] * (loose if dtype == torch.float32 else 1.0)
+    magnified = loose if dtype == torch.float32 else 1.0  # also what one constant's rounding does
+    absolute = ABSOLUTE[dtype] * magnified
     check(f"{name}: relative error", relative_error(got, oracle), at_most=absolute,
           because=f"the milestone's bound{place}")  # fmt: skip
     check(f"{name}: error / plain error, RMS", error_ratio(got, plain, oracle), at_most=rms,
           because=RATIO_BECAUSE + place)  # fmt: skip
     check(f"{name}: error / plain error, max", max_error_ratio(got, plain, oracle),
           at_most=largest, because=RATIO_BECAUSE + place)  # fmt: skip
-    allowed = bias_bound(dtype, oracle, shared) + 2 * abs(sign_bias(plain, oracle))
+    allowed = magnified * bias_bound(dtype, oracle, shared) + 2 * abs(sign_bias(plain, oracle))
     check(f"{name}: sign bias", abs(sign_bias(got, oracle)), at_most=allowed,
           because="twice the plain formula's, and 6 standard errors of rounding to nearest; "
           f"truncation is off by half a unit{place}")  # fmt: skip

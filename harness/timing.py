@@ -29,11 +29,11 @@ def times_ms(
     for name in names:
         for _ in range(warm_up):
             functions[name]()
-    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
+    pairs: dict[str, list[tuple[torch.Event, torch.Event]]] = {name: [] for name in names}
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, stop = (torch.Event("cuda", enable_timing=True) for _ in range(2))
             flush.amax()
             start.record()
             functions[name]()

@@ -10,22 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from candidates.tilelang.attention_hopper import (
-    HOPPER_WIDTHS,
-    ROWS,
-    hopper_backward,
-    hopper_backward_queries,
-    hopper_forward,
-    hopper_round_queries,
-)
-from candidates.tilelang.attention_kernels import (
+from candidates.tilelang.attention_backward import (
     attention_backward_keys,
     attention_backward_queries,
     attention_delta,
-    attention_forward,
-    document_ranges,
-    tile,
 )
+from candidates.tilelang.attention_hopper import HOPPER_WIDTHS, ROWS, hopper_forward
+from candidates.tilelang.attention_hopper_backward import hopper_backward
+from candidates.tilelang.attention_hopper_queries import (
+    hopper_backward_queries,
+    hopper_round_queries,
+)
+from candidates.tilelang.attention_kernels import attention_forward, document_ranges, tile
 from candidates.tilelang.dialect import (
     Dialect,
     dense,
@@ -179,11 +175,12 @@ _attention.register_autograd(_differentiate, setup_context=_keep)
 def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     """o [B,T,N,H] = softmax(q k^T / sqrt(H)) v over the earlier tokens of one's own document.
 
-    q [B,T,N,H], k and v [B,T,K,H] of one dtype, K dividing N, H of 1 to LARGEST_WIDTH; documents [B,T]
-    int32 or int64, any ids in any order, or None. Tiles that lie wholly in the future or in other
+    q [B,T,N,H], k and v [B,T,K,H] of one dtype, K dividing N, H of 1 to LARGEST_WIDTH; documents
+    [B,T] int32 or int64, any ids in any order, or None. Tiles wholly in the future or in other
     documents are skipped. A finite value in a token has no influence on the tokens that do not see
-    it. The forward, dk and dv are bit-equal every time; so is dq, except where attention_hopper.py
-    runs and torch's deterministic algorithms are off: then the key tiles add to dq in any order.
+    it; one that sees one key only has a gradient of exactly zero towards q and k. The forward, dk
+    and dv are bit-equal every time; so is dq, except on a Hopper GPU in 16 bits at H 64 and 128
+    while torch's deterministic algorithms are off: there the key tiles add to dq in any order.
 
     Raises ValueError, naming the limit, for other shapes, widths, dtypes and devices.
     """

@@ -1,12 +1,9 @@
 """The TileLang programs of causal attention inside documents, the same text for the CPU and CUDA.
 
-With c = log2(e) / sqrt(H), the forward walks over the key tiles of a query tile and keeps the running
-maximum and sum of each row (online softmax): P = 2^(c S - L), L = c max S + log2 sum. A masked
-weight is selected to zero, never multiplied, so that nothing a query may not see has any influence
-on it. The backward computes P again from L, with delta = rowsum(o dout): dS = P (dout v^T - delta),
-dv = P^T dout, dk = dS^T q / sqrt(H), dq = dS k / sqrt(H). One program sums dk and dv over the query
-tiles and the heads of a group, another dq over the key tiles: no atomics, the same bits every time.
-Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2.
+With c = log2(e) / sqrt(H), the forward walks over the key tiles of a query tile and keeps the
+running maximum and sum of each row (online softmax): P = 2^(c S - L), L = c max S + log2 sum. A
+masked weight is selected to zero, never multiplied: nothing a query may not see has an influence.
+Source: Dao 2023 (FlashAttention-2), algorithm 1.
 """
 
 import math
@@ -27,18 +24,18 @@ def tile(d: Dialect, width: int, dtype: str) -> tuple[int, int]:
     if not d.on_gpu:
         return 16, width
     padded = -(-width // 16) * 16
-    return 64 if dtype != "float32" and padded <= 128 else 32, padded
+    return 32 if dtype == "float32" else 64, padded
 
 
 def document_ranges(d: Dialect, size: int, id_dtype: str) -> Any:
     """What a tile of `size` tokens may see and be seen by: [B, ceil(T / size), 4] int32.
 
     With lo and hi the smallest and largest id in the tile: 0: the first token whose id lies in
-    [lo, hi]. 1: the token from which on, up to the tile, all ids are the tile's only one (the tile's
-    own first token if it holds several). 2: the last token whose id lies in [lo, hi], plus 1. 3: the
-    token up to which, from the tile on, all ids are the tile's only one (the tile's end if it holds
-    several). A query tile needs keys from 0 on, and no mask from 1 on; a key tile is needed by
-    queries before 2, and without a mask before 3. Right for ids in any order.
+    [lo, hi]. 1: the token from which on, up to the tile, all ids are the tile's only one (the
+    tile's own first token if it holds several). 2: the last token whose id lies in [lo, hi], plus
+    1. 3: the token up to which, from the tile on, all ids are the tile's only one (the tile's end
+    if it holds several). A query tile needs keys from 0 on, and no mask from 1 on; a key tile is
+    needed by queries before 2, and without a mask before 3. Right for ids in any order.
     """
     step = 1024 if d.on_gpu else 16
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
@@ -95,7 +92,7 @@ def document_ranges(d: Dialect, size: int, id_dtype: str) -> Any:
     return program
 
 
-def _visible(
+def visible(
     packed: bool, query: Any, key: Any, query_ids: Any, key_ids: Any, i: Any, j: Any
 ) -> Any:
     """Whether the token `query`, row i of its tile, sees the token `key`, row j of its tile."""
@@ -103,12 +100,12 @@ def _visible(
     return T.And(earlier, query_ids[i] == key_ids[j]) if packed else earlier
 
 
-def _stages(width: int, dtype: str, stages: int) -> int:
-    """Stages of a loop's loads: none where a row of a head is no bulk copy's multiple of 16 bytes."""
+def loop_stages(width: int, dtype: str, stages: int) -> int:
+    """Stages of a loop's loads: none if a head's row, not of 16 bytes, cannot be a bulk copy."""
     return 0 if width * (4 if dtype == "float32" else 2) % 16 else stages
 
 
-def _products(d: Dialect, dtype: str) -> tuple[Any, Any]:
+def products(d: Dialect, dtype: str) -> tuple[Any, Any]:
     """Two macros, c += a b and c += a b^T, summed in float32, and exact products of float32.
 
     The tensor cores would round float32 to tf32, so on a GPU float32 is multiplied by the threads.
@@ -141,16 +138,7 @@ def _products(d: Dialect, dtype: str) -> tuple[Any, Any]:
     return sums, sums_transposed
 
 
-def _below_one(mass: Any) -> Any:
-    """The least weight 2^(c S - L) that is one but for the rounding of L.
-
-    Such a weight is alone in its row, so its slope is zero: exactly, although dout v^T and
-    rowsum(o dout) are summed in different orders.
-    """
-    return 1.0 - 2.0**-23 * (2.0 + T.max(mass, -mass))
-
-
-def _operand(d: Dialect, shape: tuple[int, int], dtype: str) -> Any:
+def operand(d: Dialect, shape: tuple[int, int], dtype: str) -> Any:
     """A computed tile that is a left operand: in registers, except where every thread reads it."""
     return d.shared(shape, dtype) if dtype == "float32" else d.registers(shape, dtype)
 
@@ -165,7 +153,7 @@ def attention_forward(
     """
     size, padded = tile(d, width, dtype)
     scale, kv_heads = LOG2_E / math.sqrt(width), heads // groups
-    product, product_transposed = _products(d, dtype)
+    product, product_transposed = products(d, dtype)
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
 
     @T.prim_func
@@ -183,7 +171,7 @@ def attention_forward(
             keys, values = d.shared((size, padded), dtype), d.shared((size, padded), dtype)
             query_ids, key_ids = d.registers((size,), id_dtype), d.shared((size,), id_dtype)
             scores = d.registers((size, size), "float32")
-            weights = _operand(d, (size, size), dtype)
+            weights = operand(d, (size, size), dtype)
             total = d.registers((size, padded), "float32")
             highest, before = d.registers((size,), "float32"), d.registers((size,), "float32")
             fade, part = d.registers((size,), "float32"), d.registers((size,), "float32")
@@ -196,7 +184,7 @@ def attention_forward(
             if packed:
                 T.copy(documents[row, begin : begin + size], query_ids, annotations=PLAIN)
             start = T.floordiv(ranges[row, block, 0], size) if packed else 0
-            for step in d.pipelined(start, block + 1, num_stages=_stages(width, dtype, stages)):
+            for step in d.pipelined(start, block + 1, num_stages=loop_stages(width, dtype, stages)):
                 seen = step * size
                 T.copy(k[row, seen : seen + size, head // groups, 0:padded], keys)
                 T.copy(v[row, seen : seen + size, head // groups, 0:padded], values)
@@ -206,7 +194,7 @@ def attention_forward(
                 product_transposed(queries, keys, scores)
                 for i, j in d.each(size, size):
                     scores[i, j] = T.if_then_else(
-                        _visible(packed, begin + i, seen + j, query_ids, key_ids, i, j),
+                        visible(packed, begin + i, seen + j, query_ids, key_ids, i, j),
                         scores[i, j],
                         -T.infinity("float32"),
                     )
@@ -231,182 +219,5 @@ def attention_forward(
                     begin + i < tokens, T.log2(mass[i]) + highest[i] * scale, 0.0
                 )
             T.copy(mass, lse[row, head, begin : begin + size], annotations=PLAIN)
-
-    return program
-
-
-def attention_delta(d: Dialect, heads: int, width: int, dtype: str, size: int) -> Any:
-    """delta [B,N,T padded to `size`] float32 = sum over H of o dout, both [B,T,N,H]."""
-    padded = 2 ** (width - 1).bit_length() if d.on_gpu else width  # else no layout is found
-    batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
-
-    @T.prim_func
-    def program(
-        o: T.Tensor((batch, tokens, heads, width), dtype),
-        dout: T.Tensor((batch, tokens, heads, width), dtype),
-        delta: T.Tensor((batch, heads, T.ceildiv(tokens, size) * size), "float32"),
-    ):
-        with d.grid(T.ceildiv(tokens, size), heads, batch) as (block, head, row):
-            left, right = d.registers((size, padded), dtype), d.registers((size, padded), dtype)
-            wide = d.registers((size, padded), "float32")
-            result = d.registers((size,), "float32")
-            begin = block * size
-            T.copy(o[row, begin : begin + size, head, 0:padded], left)
-            T.copy(dout[row, begin : begin + size, head, 0:padded], right)
-            for i, j in d.each(size, padded):
-                wide[i, j] = T.cast(left[i, j], "float32") * T.cast(right[i, j], "float32")
-            T.reduce_sum(wide, result, dim=1)
-            T.copy(result, delta[row, head, begin : begin + size], annotations=PLAIN)
-
-    return program
-
-
-def attention_backward_queries(
-    d: Dialect, heads: int, groups: int, width: int, dtype: str, packed: bool, id_dtype: str,
-    stages: int = 2,
-) -> Any:  # fmt: skip
-    """dq [B,T,N,H]: for each query tile the sum over the key tiles it sees."""
-    size, padded = tile(d, width, dtype)
-    scale, kv_heads = LOG2_E / math.sqrt(width), heads // groups
-    product, product_transposed = _products(d, dtype)
-    batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
-
-    @T.prim_func
-    def program(
-        q: T.Tensor((batch, tokens, heads, width), dtype),
-        k: T.Tensor((batch, tokens, kv_heads, width), dtype),
-        v: T.Tensor((batch, tokens, kv_heads, width), dtype),
-        documents: T.Tensor((batch, tokens), id_dtype),
-        ranges: T.Tensor((batch, T.ceildiv(tokens, size), 4), "int32"),
-        dout: T.Tensor((batch, tokens, heads, width), dtype),
-        lse: T.Tensor((batch, heads, T.ceildiv(tokens, size) * size), "float32"),
-        delta: T.Tensor((batch, heads, T.ceildiv(tokens, size) * size), "float32"),
-        dq: T.Tensor((batch, tokens, heads, width), dtype),
-    ):
-        with d.grid(T.ceildiv(tokens, size), heads, batch) as (block, head, row):
-            queries, cotangents = d.shared((size, padded), dtype), d.shared((size, padded), dtype)
-            keys, values = d.shared((size, padded), dtype), d.shared((size, padded), dtype)
-            query_ids, key_ids = d.registers((size,), id_dtype), d.shared((size,), id_dtype)
-            scores = d.registers((size, size), "float32")
-            slopes = d.registers((size, size), "float32")
-            weights = _operand(d, (size, size), dtype)
-            total = d.registers((size, padded), "float32")
-            mass, mean = d.registers((size,), "float32"), d.registers((size,), "float32")
-            begin = block * size
-            T.copy(q[row, begin : begin + size, head, 0:padded], queries)
-            T.copy(dout[row, begin : begin + size, head, 0:padded], cotangents)
-            T.copy(lse[row, head, begin : begin + size], mass, annotations=PLAIN)
-            T.copy(delta[row, head, begin : begin + size], mean, annotations=PLAIN)
-            if packed:
-                T.copy(documents[row, begin : begin + size], query_ids, annotations=PLAIN)
-            T.fill(total, 0)
-            start = T.floordiv(ranges[row, block, 0], size) if packed else 0
-            for step in d.pipelined(start, block + 1, num_stages=_stages(width, dtype, stages)):
-                seen = step * size
-                T.copy(k[row, seen : seen + size, head // groups, 0:padded], keys)
-                T.copy(v[row, seen : seen + size, head // groups, 0:padded], values)
-                if packed:
-                    T.copy(documents[row, seen : seen + size], key_ids, annotations=PLAIN)
-                T.fill(scores, 0)
-                product_transposed(queries, keys, scores)
-                T.fill(slopes, 0)
-                product_transposed(cotangents, values, slopes)
-                for i, j in d.each(size, size):
-                    scores[i, j] = T.exp2(scores[i, j] * scale - mass[i])
-                for i, j in d.each(size, size):
-                    slopes[i, j] = T.if_then_else(
-                        T.And(
-                            _visible(packed, begin + i, seen + j, query_ids, key_ids, i, j),
-                            scores[i, j] < _below_one(mass[i]),
-                        ),
-                        scores[i, j] * (slopes[i, j] - mean[i]),
-                        0.0,
-                    )
-                T.copy(slopes, weights)
-                product(weights, keys, total)
-            for i, j in d.each(size, padded):
-                total[i, j] = total[i, j] * (scale / LOG2_E)
-            T.copy(total, dq[row, begin : begin + size, head, 0:padded])
-
-    return program
-
-
-def attention_backward_keys(
-    d: Dialect, heads: int, groups: int, width: int, dtype: str, packed: bool, id_dtype: str,
-    stages: int = 2,
-) -> Any:  # fmt: skip
-    """dk and dv [B,T,K,H]: for each key tile the sum over the group's heads and the query tiles."""
-    size, padded = tile(d, width, dtype)
-    scale, kv_heads = LOG2_E / math.sqrt(width), heads // groups
-    product, product_transposed = _products(d, dtype)
-    batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
-
-    @T.prim_func
-    def program(
-        q: T.Tensor((batch, tokens, heads, width), dtype),
-        k: T.Tensor((batch, tokens, kv_heads, width), dtype),
-        v: T.Tensor((batch, tokens, kv_heads, width), dtype),
-        documents: T.Tensor((batch, tokens), id_dtype),
-        ranges: T.Tensor((batch, T.ceildiv(tokens, size), 4), "int32"),
-        dout: T.Tensor((batch, tokens, heads, width), dtype),
-        lse: T.Tensor((batch, heads, T.ceildiv(tokens, size) * size), "float32"),
-        delta: T.Tensor((batch, heads, T.ceildiv(tokens, size) * size), "float32"),
-        dk: T.Tensor((batch, tokens, kv_heads, width), dtype),
-        dv: T.Tensor((batch, tokens, kv_heads, width), dtype),
-    ):
-        with d.grid(T.ceildiv(tokens, size), kv_heads, batch) as (block, kv_head, row):
-            queries, cotangents = d.shared((size, padded), dtype), d.shared((size, padded), dtype)
-            keys, values = d.shared((size, padded), dtype), d.shared((size, padded), dtype)
-            query_ids, key_ids = d.shared((size,), id_dtype), d.registers((size,), id_dtype)
-            mass, mean = d.shared((size,), "float32"), d.shared((size,), "float32")
-            scores = d.registers((size, size), "float32")  # of keys by queries
-            slopes = d.registers((size, size), "float32")
-            weights = _operand(d, (size, size), dtype)
-            dkeys = d.registers((size, padded), "float32")
-            dvalues = d.registers((size, padded), "float32")
-            seen = block * size
-            T.copy(k[row, seen : seen + size, kv_head, 0:padded], keys)
-            T.copy(v[row, seen : seen + size, kv_head, 0:padded], values)
-            if packed:
-                T.copy(documents[row, seen : seen + size], key_ids, annotations=PLAIN)
-            T.fill(dkeys, 0)
-            T.fill(dvalues, 0)
-            stop = T.ceildiv(ranges[row, block, 2] if packed else tokens, size)
-            for step in d.pipelined(0, (stop - block) * groups, num_stages=_stages(width, dtype, stages)):
-                head = kv_head * groups + step // (stop - block)
-                begin = (block + step % (stop - block)) * size
-                T.copy(q[row, begin : begin + size, head, 0:padded], queries)
-                T.copy(dout[row, begin : begin + size, head, 0:padded], cotangents)
-                T.copy(lse[row, head, begin : begin + size], mass, annotations=PLAIN)
-                T.copy(delta[row, head, begin : begin + size], mean, annotations=PLAIN)
-                if packed:
-                    T.copy(documents[row, begin : begin + size], query_ids, annotations=PLAIN)
-                T.fill(scores, 0)
-                product_transposed(keys, queries, scores)
-                for i, j in d.each(size, size):
-                    scores[i, j] = T.if_then_else(
-                        _visible(packed, begin + j, seen + i, query_ids, key_ids, j, i),
-                        T.exp2(scores[i, j] * scale - mass[j]),
-                        0.0,
-                    )
-                T.copy(scores, weights)
-                product(weights, cotangents, dvalues)
-                T.fill(slopes, 0)
-                product_transposed(values, cotangents, slopes)
-                for i, j in d.each(size, size):
-                    slopes[i, j] = T.if_then_else(
-                        T.And(
-                            _visible(packed, begin + j, seen + i, query_ids, key_ids, j, i),
-                            scores[i, j] < _below_one(mass[j]),
-                        ),
-                        scores[i, j] * (slopes[i, j] - mean[j]),
-                        0.0,
-                    )
-                T.copy(slopes, weights)
-                product(weights, queries, dkeys)
-            for i, j in d.each(size, padded):
-                dkeys[i, j] = dkeys[i, j] * (scale / LOG2_E)
-            T.copy(dkeys, dk[row, seen : seen + size, kv_head, 0:padded])
-            T.copy(dvalues, dv[row, seen : seen + size, kv_head, 0:padded])
 
     return program

@@ -70,8 +70,8 @@ def _require(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     outputs = weight.shape[:1]
     if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not min(weight.shape):
         raise ValueError(
-            f"x must be [..., I] and weight [O, I] with I and O at least 1, got {list(x.shape)} and "
-            f"{list(weight.shape)}"
+            f"x must be [..., I] and weight [O, I] with I and O at least 1, got {list(x.shape)} "
+            f"and {list(weight.shape)}"
         )
     if bias is not None and bias.shape != outputs:
         raise ValueError(f"bias must be {list(outputs)}, got {list(bias.shape)}")

@@ -1,8 +1,8 @@
 """Matrix products in tiles, and column sums, without atomics: the same bits every time.
 
-16-bit operands go through the tensor cores. float32 operands go through float32 multiply-adds, since
-the tensor cores would round them to TF32, and are summed a tile at a time, so that the error grows
-slowly with the inner size. Both accumulate in float32 and round once.
+16-bit operands go through the tensor cores. float32 operands go through float32 multiply-adds,
+since the tensor cores would round them to TF32, and are summed a tile at a time, so that the error
+grows slowly with the inner size. Both accumulate in float32 and round once.
 """
 
 from typing import Any
@@ -18,7 +18,9 @@ from candidates.tilelang.rms_norm import sum_of_parts
 Sizes = tuple[int, int, int]  # rows, columns and inner size of a product; 0 is known at launch
 FLOAT32_TILE, CPU_TILE, PAD = (64, 64, 32), (8, 16, 32), 4
 STAGES = 4  # loads of a tile run up to three tiles ahead
+POLICY = T.GemmWarpPolicy.FullRow  # each warpgroup takes whole lines of the tile
 PANEL = 8  # lines of tiles that run together, so that their operands stay in the L2 cache
+LARGEST_ROWS = 65535 * FLOAT32_TILE[0]  # the second extent of a launch is 16 bits
 COLUMNS, LINES = 128, 16  # the tile of a column sum
 
 
@@ -66,7 +68,9 @@ def tile_sum(d: Dialect, tile: Sizes, inner: Any, transposed: tuple[bool, bool],
                 T.copy(b[column : column + bn, first : first + bk], tb)
             else:
                 T.copy(b[first : first + bk, column : column + bn], tb)
-            T.gemm(ta, tb, total, transpose_A=a_transposed, transpose_B=b_transposed)
+            T.gemm(
+                ta, tb, total, transpose_A=a_transposed, transpose_B=b_transposed, policy=POLICY
+            )  # fmt: skip
 
     @T.macro
     def plain_sum(a, b, total, row, column):  # type: ignore[no-untyped-def]
@@ -119,6 +123,7 @@ def matrix_product(
     bm, bn, _ = tile
     a_shape, b_shape = operand_shapes(d, (rows, columns, inner), transposed, dtype)
     add_products = tile_sum(d, tile, inner, transposed, dtype)
+    tensor_cores = d.on_gpu and dtype != "float32"
 
     @T.prim_func
     def program(
@@ -137,7 +142,12 @@ def matrix_product(
             if biased:
                 for i, j in d.each(bm, bn):
                     total[i, j] = total[i, j] + T.cast(bias[column + j], "float32")
-            T.copy(total, c[row : row + bm, column : column + bn])
+            if tensor_cores:  # through shared memory: whole lines go out
+                out = d.shared((bm, bn), dtype)
+                T.copy(total, out)
+                T.copy(out, c[row : row + bm, column : column + bn])
+            else:
+                T.copy(total, c[row : row + bm, column : column + bn])
 
     return program
 
@@ -179,12 +189,14 @@ def product(
     a: Tensor, b: Tensor, transposed: tuple[bool, bool], static: tuple[bool, bool, bool],
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """a b + bias of dense matrices; `static` says which of rows, columns, inner may be compiled in."""
+    """a b + bias of dense matrices; `static`: which of rows, columns, inner to compile in."""
     rows, inner = (a.shape[1], a.shape[0]) if transposed[0] else (a.shape[0], a.shape[1])
     columns = b.shape[0] if transposed[1] else b.shape[1]
     c = a.new_empty(rows, columns)
     if not inner:
         return c.zero_() if bias is None else c.copy_(bias.expand_as(c))
+    if rows > LARGEST_ROWS:
+        raise ValueError(f"a product takes up to {LARGEST_ROWS} rows, got {rows}; split them")
     if c.numel():
         d, dtype = dialect_of(a), dtype_name("linear", a)
         sizes = tuple(

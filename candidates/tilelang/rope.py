@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys in one kernel, forward and backward.
 
-(a, b) = (x_i, x_{i+H/2}) -> (a cos - b sin, b cos + a sin) with the angle positions * theta^(-2i/H).
+(a, b) = (x_i, x_{i+H/2}) -> (a cos - b sin, b cos + a sin), by the angle position * theta^(-2i/H).
 Frequencies are rounded from float64 once; angle, sine and cosine are float32 with full range
 reduction. The backward is the rotation by minus the angle: the same
 program. Source: Su et al. 2021, section 3.2.2, half-split pairing.
@@ -76,8 +76,8 @@ def rope_rotate(
         rotated_k: T.Tensor((num_tokens, num_kv_heads, width), dtype),
     ):
         with d.grid(
-            query_blocks + key_blocks, T.ceildiv(num_tokens, tokens), num_threads=THREADS
-        ) as (group, block):
+            T.ceildiv(num_tokens, tokens), query_blocks + key_blocks, num_threads=THREADS
+        ) as (block, group):
             first = block * tokens
             cosine = d.registers((tokens, padded), "float32")
             sine = d.registers((tokens, padded), "float32")
@@ -162,8 +162,8 @@ def _require(q: Tensor, k: Tensor, positions: Tensor) -> None:
         )
     if k.dtype != q.dtype or {k.device, positions.device} != {q.device}:
         raise ValueError(
-            f"q and k must share a dtype, and a device with positions, got {q.dtype} on {q.device}, "
-            f"{k.dtype} on {k.device}, positions on {positions.device}"
+            f"q and k must share a dtype, and a device with positions, got {q.dtype} on "
+            f"{q.device}, {k.dtype} on {k.device}, positions on {positions.device}"
         )
     if positions.shape != q.shape[:2] or positions.dtype != torch.int64:
         raise ValueError(

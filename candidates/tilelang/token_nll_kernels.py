@@ -1,11 +1,11 @@
 """The kernels of the last layer and the cross-entropy together, in chunks of rows.
 
 A first kernel multiplies a chunk of hidden by the weight and keeps of each tile of logits z its
-maximum a, its sum of exp(z - a), and exp(z - a) itself, in float16 for 16-bit inputs: the rounding is
-relative to the tile, whatever the size of the logits. A second kernel puts the tiles of a row
+maximum a, its sum of exp(z - a), and exp(z - a) itself, in float16 for 16-bit inputs: the rounding
+is relative to the tile, whatever the size of the logits. A second kernel puts the tiles of a row
 together, lse = log(sum_tiles exp(a) sum exp(z - a)), nll = lse - z_label, and turns exp(z - a) in
-place into dlogits = exp(z - a) exp(a - lse) - onehot. The products dlogits W and dlogits^T hidden are
-torch's. All logits never exist at once.
+place into dlogits = exp(z - a) exp(a - lse) - onehot. The products dlogits W and dlogits^T hidden
+are torch's. All logits never exist at once.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ CHUNK_ROWS = 128  # chunks are multiples of this
 THREADS = 256  # of the second kernel
 TILES = 16  # of a row that one step of the second kernel turns into gradients
 TORCH = {"float16": torch.float16, "float32": torch.float32}
-FLOAT16_SCALE = 1024.0  # keeps probabilities out of float16's subnormal numbers
+FLOAT16_SCALE = 16.0  # keeps 1 / V of a large vocabulary out of float16's subnormal numbers
 
 
 def kept_dtype(dtype: str) -> str:
-    """The dtype of a tile's exponentials, which lie in [0, 1]: float16 holds more of their digits."""
+    """The dtype of a tile's exponentials: in [0, 1] float16 holds more digits than bfloat16."""
     return "float32" if dtype == "float32" else "float16"
 
 
@@ -71,10 +71,13 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
             total = d.registers((bm, bn), "float32")
             largest = d.registers((bm,), "float32")
             summed = d.registers((bm,), "float32")
+            wanted = d.registers((bm,), "int32")
             T.fill(total, 0)
             add_products(hidden, weight, total, row, column)
+            for i in d.each(bm):
+                wanted[i] = T.cast(labels[row + i] - column, "int32")
             for i, j in d.each(bm, bn):
-                if labels[row + i] == column + j:
+                if wanted[i] == j:
                     label_logits[row + i] = total[i, j]
             if vocabulary % bn:
                 for i, j in d.each(bm, bn):
@@ -89,7 +92,12 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
                 maxima[row + i, by] = largest[i]
                 sums[row + i, by] = summed[i]
             if keep:
-                T.copy(total, exponentials[row : row + bm, column : column + bn])
+                if d.on_gpu and dtype != "float32":  # through shared memory: whole lines go out
+                    out = d.shared((bm, bn), kept_dtype(dtype))
+                    T.copy(total, out)
+                    T.copy(out, exponentials[row : row + bm, column : column + bn])
+                else:
+                    T.copy(total, exponentials[row : row + bm, column : column + bn])
 
     return program
 
@@ -123,6 +131,7 @@ def logit_gradients(
             top = d.registers((1,), "float32")
             all_summed = d.registers((1,), "float32")
             factor = d.shared((padded + step,), "float32")
+            has_target = labels[row] >= 0
             for z, t in d.each(1, padded):
                 largest[z, t] = T.if_then_else(
                     t < num_tiles, maxima[row, T.min(t, num_tiles - 1)], -T.infinity("float32")
@@ -133,7 +142,7 @@ def logit_gradients(
             T.reduce_sum(summed, all_summed, dim=1)
             for z in d.each(1):
                 nll[row + z] = T.if_then_else(
-                    labels[row] >= 0, T.log(all_summed[z]) + (top[z] - label_logits[row]), 0.0
+                    has_target, T.log(all_summed[z]) + (top[z] - label_logits[row]), 0.0
                 )
             if keep:
                 for z, t in d.each(1, padded):
@@ -144,11 +153,17 @@ def logit_gradients(
                     first = part * step
                     T.copy(exponentials[row, first : first + step, 0:columns], tile)
                     for t, j in d.each(step, columns):
-                        hit = (first + t) * columns + j == labels[row]
                         wide = T.cast(tile[t, j], "float32") * factor[first + t]
-                        wide = wide - T.if_then_else(hit, scale, 0.0)
-                        gradient[t, j] = T.cast(T.if_then_else(labels[row] >= 0, wide, 0.0), dtype)
+                        gradient[t, j] = T.cast(T.if_then_else(has_target, wide, 0.0), dtype)
                     T.copy(gradient, dlogits[row, first : first + step, 0:columns])
+                if d.on_gpu:
+                    T.sync_threads()
+                for z in d.each(1):
+                    if has_target:
+                        probability = T.exp(label_logits[row] - top[z]) / all_summed[z]
+                        dlogits[row + z, labels[row] // columns, labels[row] % columns] = T.cast(
+                            (probability - 1.0) * scale, dtype
+                        )
 
     return program
 

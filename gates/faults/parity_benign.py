@@ -8,7 +8,13 @@ from gates.faults import model_benign, positions
 from harness import benign
 
 FLOAT32 = ["m4_parity_forward::test_float32", "m4_parity_training::test_float32"]
-BFLOAT16 = ["m4_parity_forward::test_bfloat16", "m4_parity_training::test_bfloat16"]
+BFLOAT16 = [
+    "m4_parity_forward::test_bfloat16[llama-1-padded]",
+    "m4_parity_forward::test_bfloat16[qwen2-7-rows]",
+    "m4_parity_forward::test_bfloat16[qwen2-8-packed]",
+    "m4_parity_training::test_bfloat16[llama-1-rows]",
+    "m4_parity_training::test_bfloat16[qwen2-8-packed]",
+]
 WHOLE = "m4_end_to_end::test_model"
 EVERYWHERE = [*FLOAT32, *BFLOAT16, WHOLE]
 IN_16_BITS = [

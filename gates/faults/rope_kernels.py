@@ -44,7 +44,7 @@ def rope_kernel(forward=turned, backward=lambda dy, cos, sin: turned(dy, cos, -s
     return rope
 
 
-@fault(role="rope", caught_by=[SHAPES, FAR], seen_in="own")
+@fault(role="rope", caught_by=[SHAPES, FAR, f"{ROPE}test_models[rung]"], seen_in="own")
 def turns_gradients_forward(reference):
     """The backward turns by the same angle again instead of turning back."""
     return rope_kernel(backward=turned)

@@ -1,4 +1,4 @@
-"""Fused losses that are wrong in a tail, a precision, an offset, for ignored rows; right ones."""
+"""Fused losses that are wrong in a tail, a precision, an offset, or for ignored rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from gates.faults.kernels import densely, wide
-from harness import benign, fault
+from harness import fault
 from reference.loss import NO_TARGET
 
 LOSS = "m4_token_nll::"
@@ -253,66 +253,3 @@ def wraps_row_offsets(reference):
 def reads_hidden_states_as_dense(reference):
     """A slice of the hidden states, without its last token, is read without its strides."""
     return loss_kernel(logits=lambda hidden, weight: right_logits(densely(hidden), weight))
-
-
-# --- other right ones ----------------------------------------------------------------------------
-
-EVERY_LOSS_GATE = [
-    SHAPES,
-    LOGITS,
-    IGNORED,
-    SUMS,
-    RUNG,
-    "m4_memory::test_layouts[token_nll]",
-    "m4_memory::test_guards[token_nll]",
-    "m4_repeats::test_same_bits[token_nll]",
-]
-
-
-@benign(role="token_nll", accepted_by=EVERY_LOSS_GATE, because="the formulas of the gradients")
-def has_gradients_by_hand(reference):
-    """Softmax less one-hot, times the weight and the hidden states."""
-    return loss_kernel()
-
-
-@benign(
-    role="token_nll",
-    accepted_by=EVERY_LOSS_GATE,
-    because="a running maximum and sum over blocks of columns, and sums over chunks of rows",
-)
-def never_holds_all_logits(reference):
-    """Blocks of 32 columns in chunks of 16 rows, with an online log-sum-exp."""
-
-    def values(logits, labels):
-        largest = logits[:, :1]
-        total = torch.zeros_like(largest)
-        for block in logits.split(32, dim=1):
-            new = torch.maximum(largest, block.amax(-1, keepdim=True))
-            total = total * (largest - new).exp() + (block - new).exp().sum(-1, keepdim=True)
-            largest = new
-        chosen = logits.gather(1, labels.clamp(min=0)[:, None])
-        nll = torch.where(labels[:, None] != NO_TARGET, largest + total.log() - chosen, 0.0)
-        return torch.stack([rows.sum() for rows in nll.split(16)])
-
-    def products(slopes, hidden, weight, upstream):
-        dhidden, _ = right_products(slopes, hidden, weight, upstream)
-        parts = zip(slopes.split(16), hidden.split(16), strict=True)
-        total = sum(part.mT @ wide(rows) for part, rows in parts)
-        return dhidden, (total * upstream).to(weight.dtype)
-
-    return loss_kernel(values=values, products=products)
-
-
-@benign(
-    role="token_nll",
-    accepted_by=[*EVERY_LOSS_GATE],
-    because="slopes are operands of tensor cores: rounded once, after a softmax of 32-bit logits",
-)
-def rounds_slopes_to_the_input_s_dtype(reference):
-    """d nll / d logits passes through the dtype of the hidden states."""
-
-    def products(slopes, hidden, weight, upstream):
-        narrow = slopes.to(hidden.dtype).to(slopes.dtype)
-        return right_products(narrow, hidden, weight, upstream)
-
-    return loss_kernel(products=products)

@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from candidates.tilelang.bench.cases import CASES, PRESETS, Case
+from candidates.tilelang.bench.cases import CASES, Case
+from candidates.tilelang.presets import PRESETS
 from harness.timing import median_ms
 
 OURS = "TileLang"

@@ -11,29 +11,10 @@ from torch import Tensor
 
 from candidates import tilelang as ours
 from candidates.peers import liger
+from candidates.tilelang.presets import Preset
 
 NUM_TOKENS = 16384
 EPSILON, THETA = 1e-6, 1e6
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The widths of a Qwen2.5 model: D, F, query and key/value heads, H, V."""
-
-    width: int
-    feed_forward: int
-    query_heads: int
-    kv_heads: int
-    head_width: int
-    vocabulary: int
-
-
-PRESETS = {
-    "0.5B": Preset(896, 4864, 14, 2, 64, 151936),
-    "1.5B": Preset(1536, 8960, 12, 2, 128, 151936),
-    "3B": Preset(2048, 11008, 16, 2, 128, 151936),
-    "7B": Preset(3584, 18944, 28, 4, 128, 152064),
-}
 
 
 @dataclass(frozen=True)

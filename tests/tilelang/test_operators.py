@@ -1,0 +1,159 @@
+"""The TileLang rope, swiglu, linear and token_nll: right, torch operators, with named limits."""
+
+import pytest
+import torch
+
+from candidates.tilelang import ROLES, linear, matrix, rope, swiglu, token_nll, token_nll_kernels
+from reference import loss, ops
+
+I, O, V, D = 7, 9, 11, 8  # noqa: E741  few static widths: each costs seconds to compile
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def rope_inputs(dtype):
+    positions = torch.tensor([[0, 1, 70000, 5, 131071]])
+    return (normal(1, 5, 4, 6, dtype=dtype), normal(1, 5, 2, 6, dtype=dtype), positions, 1e6)
+
+
+CASES = {
+    "rope": (ops.rope, rope_inputs),
+    "swiglu": (ops.swiglu, lambda dtype: (
+        normal(5, 7, dtype=dtype), 3 * normal(7, 5, dtype=dtype).T)),
+    "linear": (ops.linear, lambda dtype: (
+        normal(3, 5, I, dtype=dtype), normal(O, I, dtype=dtype), normal(O, dtype=dtype))),
+    "token_nll": (loss.token_nll, lambda dtype: (
+        8 * normal(5, D, dtype=dtype), normal(V, D, dtype=dtype),
+        torch.tensor([-100, 3, 0, 10, -100]))),
+}  # fmt: skip
+
+
+def run(role, inputs, dtype=None):
+    """Outputs, and gradients for cotangents that are 0.37 times the same random numbers."""
+    floats = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()  # noqa: E731
+    leaves = [x.to(dtype or x.dtype).detach().requires_grad_() if floats(x) else x for x in inputs]
+    outputs = role(*leaves)
+    outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if floats(y)]
+    cotangents = [(0.37 * normal(*y.shape)).to(y.dtype) for y in outputs]
+    gradients = torch.autograd.grad(outputs, [x for x in leaves if floats(x)], cotangents)
+    return [x.detach().double() for x in (*outputs, *gradients)]
+
+
+def error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_outputs_and_gradients_are_about_as_near_the_oracle_as_plain_torch(name, dtype):
+    reference, make = CASES[name]
+    inputs = make(dtype)
+    want = run(reference, inputs, torch.float64)
+    floor = torch.finfo(dtype).eps
+    for got, plain, exact in zip(
+        run(ROLES[name], inputs), run(reference, inputs), want, strict=True
+    ):
+        assert error(got, exact) <= 3 * error(plain, exact) + floor
+
+
+OPERATORS = {
+    "rope": (rope._rope, lambda: rope_inputs(torch.float32)),
+    "swiglu": (swiglu._swiglu, lambda: (normal(5, 7), normal(5, 7))),
+    "linear": (linear._linear, lambda: (normal(3, I), normal(O, I), normal(O))),
+    "linear without bias": (linear._linear, lambda: (normal(3, I), normal(O, I), None)),
+    "token_nll": (token_nll._token_nll, lambda: (
+        normal(5, D), normal(V, D), torch.tensor([1, 2, -100, 10, 0]), [True, True])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_torch_finds_schema_fake_kernel_and_gradient_in_order(name):
+    operator, make = OPERATORS[name]
+    inputs = [x.requires_grad_() if getattr(x, "is_floating_point", bool)() else x for x in make()]
+    torch.library.opcheck(operator, tuple(inputs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_empty_input_gives_an_empty_output_and_zero_gradients(name):
+    inputs = {
+        "rope": lambda: (normal(2, 0, 4, 6), normal(2, 0, 2, 6), torch.zeros(2, 0).long(), 1e4),
+        "swiglu": lambda: (normal(0, 5), normal(0, 5)),
+        "linear": lambda: (normal(0, I), normal(O, I), normal(O)),
+        "token_nll": lambda: (normal(0, D), normal(V, D), torch.zeros(0).long()),
+    }[name]()
+    assert all(not x.any() for x in run(ROLES[name], inputs))
+
+
+LIMITS = {
+    "rope, odd width": ("even", "rope", lambda: (
+        normal(1, 2, 1, 5), normal(1, 2, 1, 5), torch.zeros(1, 2).long(), 1e4)),
+    "rope, int32 positions": ("int64", "rope", lambda: (
+        normal(1, 2, 1, 4), normal(1, 2, 1, 4), torch.zeros(1, 2).int(), 1e4)),
+    "swiglu, shapes": ("alike", "swiglu", lambda: (normal(2, 3), normal(3, 2))),
+    "swiglu, float64": ("float32, float16", "swiglu", lambda: (
+        normal(2).double(), normal(2).double())),
+    "swiglu, bfloat16 on the CPU": ("float32, float16", "swiglu", lambda: (
+        normal(2).bfloat16(), normal(2).bfloat16())),
+    "linear, inner sizes": ("weight", "linear", lambda: (normal(2, I), normal(O, I + 1), None)),
+    "linear, dtypes": ("cast it first", "linear", lambda: (
+        normal(2, I), normal(O, I).half(), None)),
+    "linear, bias": ("bias", "linear", lambda: (normal(2, I), normal(O, I), normal(O + 1))),
+    "token_nll, label V": ("a label must be", "token_nll", lambda: (
+        normal(2, D), normal(V, D), torch.tensor([0, V]))),
+    "token_nll, label -1": ("a label must be", "token_nll", lambda: (
+        normal(2, D), normal(V, D), torch.tensor([0, -1]))),
+    "token_nll, float labels": ("int64", "token_nll", lambda: (
+        normal(2, D), normal(V, D), torch.zeros(2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_is_named(limit):
+    message, name, make = LIMITS[limit]
+    with pytest.raises(ValueError, match=message):
+        ROLES[name](*make())
+
+
+def test_the_loss_in_chunks_is_the_loss_at_once(monkeypatch):
+    hidden, weight = normal(300, D), normal(V, D)
+    labels = torch.arange(300) % V
+    labels[::7] = -100
+    at_once = run(ROLES["token_nll"], (hidden, weight, labels))
+    monkeypatch.setattr(token_nll_kernels, "CHUNK_BYTES", 1)
+    in_chunks = run(ROLES["token_nll"], (hidden, weight, labels))
+    for got, want in zip(in_chunks, at_once, strict=True):
+        assert error(got, want) <= 1e-6
+
+
+def test_without_gradients_the_loss_keeps_no_logits():
+    hidden, weight, labels = normal(5, D), normal(V, D), torch.tensor([1, 2, -100, 10, 0])
+    with torch.no_grad():
+        nll_sum, num_tokens = ROLES["token_nll"](hidden.requires_grad_(), weight, labels)
+    want, count = loss.token_nll(hidden, weight, labels)
+    assert num_tokens == count and torch.allclose(nll_sum, want)
+    assert not nll_sum.requires_grad
+
+
+def test_all_labels_ignored_is_zero_with_zero_gradients():
+    inputs = (normal(5, D), normal(V, D), torch.full((5,), -100))
+    assert all(not x.any() for x in run(ROLES["token_nll"], inputs))
+
+
+def test_a_misaligned_view_is_read_where_it_is():
+    storage = torch.cat((torch.full((1,), torch.nan), normal(35)))
+    gate = storage[1:].view(5, 7)
+    assert torch.equal(ROLES["swiglu"](gate, gate), ROLES["swiglu"](gate.clone(), gate.clone()))
+
+
+def test_a_product_over_a_long_inner_size_stays_exact_to_float32():
+    a, b = normal(4, 4096), normal(4096, 8)
+    got = matrix.product(a, b, (False, False), (False, True, True))
+    assert error(got.double(), a.double() @ b.double()) <= 5e-7
+
+
+def test_each_launch_is_counted():
+    before = ROLES["swiglu"].kernel_calls()
+    run(ROLES["swiglu"], (normal(5, 7), normal(5, 7)))
+    assert ROLES["swiglu"].kernel_calls() == {name: n + 1 for name, n in before.items()}
