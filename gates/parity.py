@@ -61,13 +61,10 @@ def of_stack(
         handle.remove()
     real, targets = batch.real_BT, batch.is_target_BT
     with torch.no_grad():
-        logits_MV = stack.linear(hidden_BTD[real], head_VD.to(hidden_BTD.dtype), None)
-        pieces = [
-            (hidden, head_VD.to(hidden.dtype), labels)
-            for hidden, labels in zip(
-                hidden_BTD[targets].split(group), data.labels[targets].split(group), strict=True
-            )
-        ]
+        head = head_VD.to(hidden_BTD.dtype)
+        logits_MV = stack.linear(hidden_BTD[real], head, None)
+        parts = hidden_BTD[targets].split(group), data.labels[targets].split(group)
+        pieces = [(hidden, head, labels) for hidden, labels in zip(*parts, strict=True)]
         nll = [stack.token_nll(*piece)[0] for piece in pieces]
         formula = [token_nll(*piece) for piece in pieces]
     found = {}
@@ -98,14 +95,14 @@ def of_twin(twin: nn.Module, batch: twins.Batch, *, gradients: bool, group: int 
     if gradients:
         twin.zero_grad(set_to_none=True)
         nll.mean().backward()
-        names = ((n.removeprefix("model."), p) for n, p in twin.named_parameters())
-        found = taken(names)
+        found = taken((n.removeprefix("model."), p) for n, p in twin.named_parameters())
     nll = nll.detach()
+    by_group = torch.stack([piece.sum() for piece in nll.split(group)]).cpu()
     return Outcome(
         layers=[layer.detach()[real].cpu() for layer in layers],
         hidden=hidden_BTD.detach()[real].cpu(),
         logits=logits_BTV.detach()[real].cpu(),
-        nll=(by_group := torch.stack([piece.sum() for piece in nll.split(group)]).cpu()),
+        nll=by_group,
         nll_of_hidden=by_group,
         loss=float(nll.mean()),
         group=group,

@@ -33,7 +33,8 @@ def hopper_backward(
 
     `dqueries` [B,N,T padded,H] float32 starts as zeros and ends as dq sqrt(H): key tiles add to it
     in any order; without `adds` it is any [B,N,T padded], which nothing reads. `lse` and `delta`
-    are [B,N,T padded], finite in the padding.
+    are [B,N,T padded], finite in the padding. With `early` dk's product is issued before dq's;
+    `buffers` tiles of dq may wait for their addition. Neither changes a value of dk or dv.
     """
     scale, kv_heads = LOG2_E / math.sqrt(width), heads // groups
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")

@@ -15,7 +15,7 @@ from torch import Tensor
 from candidates.tilelang.dialect import Dialect, dialect_of, dtype_name, launch
 from candidates.tilelang.rms_norm import sum_of_parts
 
-Sizes = tuple[int, int, int]  # rows, columns and inner size of a product; 0 is known at launch
+Sizes = tuple[int, int, int]  # rows, columns and inner size of a product; 0: known at launch
 FLOAT32_TILE, CPU_TILE, PAD = (64, 64, 32), (8, 16, 32), 4
 STAGES = 4  # loads of a tile run up to three tiles ahead
 POLICY = T.GemmWarpPolicy.FullRow  # each warpgroup takes whole lines of the tile
@@ -129,7 +129,7 @@ def matrix_product(
     def program(
         a: T.Tensor(a_shape, dtype),
         b: T.Tensor(b_shape, dtype),
-        bias: T.Tensor((sizes[1] if biased else 1,), dtype),
+        bias: T.Tensor((columns if biased else 1,), dtype),
         c: T.Tensor((rows, columns), dtype),
     ):
         with d.grid(T.ceildiv(columns, bn), T.ceildiv(rows, bm), num_threads=threads) as (bx, by):
@@ -154,9 +154,9 @@ def matrix_product(
 
 def column_parts(d: Dialect, width: int, dtype: str) -> Any:
     """Each worker's sum of its rows of x [num_rows, width]: parts [num_workers, width]."""
-    columns = COLUMNS if d.on_gpu else width
-    lines = LINES if d.on_gpu else 1
+    columns, lines = COLUMNS, LINES if d.on_gpu else 1
     num_rows, num_workers = T.dynamic("num_rows"), T.dynamic("num_workers")
+    width = width or T.dynamic("width")
 
     @T.prim_func
     def program(
@@ -189,7 +189,7 @@ def product(
     a: Tensor, b: Tensor, transposed: tuple[bool, bool], static: tuple[bool, bool, bool],
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """a b + bias of dense matrices; `static`: which of rows, columns, inner to compile in."""
+    """a b + bias of dense matrices; `static`: which of rows, columns, inner a GPU compiles in."""
     rows, inner = (a.shape[1], a.shape[0]) if transposed[0] else (a.shape[0], a.shape[1])
     columns = b.shape[0] if transposed[1] else b.shape[1]
     c = a.new_empty(rows, columns)
@@ -200,7 +200,8 @@ def product(
     if c.numel():
         d, dtype = dialect_of(a), dtype_name("linear", a)
         sizes = tuple(
-            size if fixed else 0 for size, fixed in zip((rows, columns, inner), static, strict=True)
+            size if fixed and d.on_gpu else 0
+            for size, fixed in zip((rows, columns, inner), static, strict=True)
         )
         a, b = (with_padded_lines(x, line_multiple(d, dtype)) for x in (a, b))
         added = a.view(-1)[:1] if bias is None else bias  # not read without a bias
@@ -217,6 +218,6 @@ def column_sum(x: Tensor) -> Tensor:
     d, dtype = dialect_of(x), dtype_name("linear", x)
     num_workers = min(-(-num_rows // LINES), d.num_workers) if d.on_gpu else 1
     parts, total = x.new_empty(num_workers, width, dtype=torch.float32), x.new_empty(width)
-    launch(column_parts, d, (width, dtype), x, parts)
+    launch(column_parts, d, (width if d.on_gpu else 0, dtype), x, parts)
     launch(sum_of_parts, d, (width, dtype), parts, total)
     return total

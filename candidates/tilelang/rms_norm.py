@@ -1,9 +1,9 @@
 """RMSNorm, alone and fused with the addition to the residual stream, forward and backward.
 
 y = x r w with r = 1 / sqrt(mean x^2 + eps), in float32, rounded once. The backward is, a row at a
-time, dx = r (g - x r^2 mean(g x)) with g = dy w, and dw = sum over rows of dy x r. Each of P workers
-sums the dw of its own rows into one line of [P, D], and a second kernel adds the lines: no atomics,
-the same bits every time. Source: Zhang and Sennrich 2019, equation 4.
+time, dx = r (g - x r^2 mean(g x)) with g = dy w, and dw = sum over rows of dy x r. Each of P
+workers sums the dw of its own rows into one line of [P, D], and a second kernel adds the lines: no
+atomics, the same bits every time. Source: Zhang and Sennrich 2019, equation 4.
 """
 
 from typing import Any
@@ -15,9 +15,7 @@ from torch import Tensor
 from candidates.tilelang.dialect import Dialect, dense, dialect_of, dtype_name, launch, launches_of
 
 LARGEST_WIDTH = 16384  # a row must fit into the registers of one block
-STAGES = 3  # rows that the backward loads ahead
-SHARED_BYTES = 200 * 1024  # of a block, for the rows loaded ahead
-COLUMNS, LINES = 32, 64  # the tile of the last sum
+COLUMNS, LINES = 16, 128  # the tile of the last sum
 
 
 def _row(d: Dialect, width: int) -> tuple[int, int]:
@@ -28,16 +26,17 @@ def _row(d: Dialect, width: int) -> tuple[int, int]:
     return -(-width // (4 * threads)) * 4 * threads, threads
 
 
-def _stages(width: int, dtype: str, num_inputs: int) -> int:
-    """Rows that the backward loads ahead: as many as fit, none unless rows are whole 16 bytes."""
-    row_bytes = width * (4 if dtype == "float32" else 2)
-    stages = min(STAGES, SHARED_BYTES // (num_inputs * row_bytes))
-    return stages if stages > 1 and row_bytes % 16 == 0 else 0
+def _workers(d: Dialect, width: int) -> tuple[int, int, int]:
+    """Of the backward: the width of a row's tile, the threads of a block, blocks on a processor.
 
-
-def _blocks(width: int) -> int:
-    """Workers of the backward on one processor."""
-    return 4 if width <= 2048 else 2
+    Twelve to sixteen elements a thread, so that this row, the next one and the sums fit into its
+    registers beside those of the other blocks.
+    """
+    if not d.on_gpu:
+        return width, 1, 1
+    threads = next((n for n in (64, 128, 256) if width <= 16 * n), 512)
+    blocks = {64: 8, 128: 4, 256: 3, 512: 1}[threads]
+    return -(-width // (2 * threads)) * 2 * threads, threads, blocks
 
 
 def rms_norm_forward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds: bool) -> Any:
@@ -84,10 +83,10 @@ def rms_norm_forward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds: 
 def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds: bool) -> Any:
     """dx [num_rows, D] and each worker's part of dw [num_workers, D].
 
-    With `adds`, x is the total, and the cotangent of the total itself is added to dx.
+    With `adds`, x is the total, and the cotangent of the total itself is added to dx. A worker has
+    its next row on the way into registers while it works on this one.
     """
-    padded, threads = _row(d, width)
-    stages = _stages(width, dtype, 3 if adds else 2)
+    padded, threads, blocks = _workers(d, width)
     num_rows, num_workers = T.dynamic("num_rows"), T.dynamic("num_workers")
 
     @T.prim_func
@@ -101,36 +100,36 @@ def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds:
         parts: T.Tensor((num_workers, width), "float32"),
     ):
         with d.grid(num_workers, num_threads=threads) as worker:
-            dy_ahead = d.shared((1, padded), dtype)
-            x_ahead = d.shared((1, padded), dtype)
-            dtotal_ahead = d.shared((1, padded), dtype)
-            next_scale = d.registers((1,), "float32")
-            dy_row = d.registers((1, padded), dtype)
-            x_row = d.registers((1, padded), dtype)
+            dy_next, dy_row = (d.registers((1, padded), dtype) for _ in range(2))
+            x_next, x_row = (d.registers((1, padded), dtype) for _ in range(2))
+            dtotal_next, dtotal_row = (d.registers((1, padded), dtype) for _ in range(2))
+            scale_next, scale = (d.registers((1,), "float32") for _ in range(2))
             gain_row = d.registers((1, padded), gain_dtype)
             product = d.registers((1, padded), "float32")
             dgain = d.registers((1, padded), "float32")
-            scale, mean = d.registers((1,), "float32"), d.registers((1,), "float32")
+            mean = d.registers((1,), "float32")
             if d.on_gpu:
-                # So that several rows are at work on a processor while each waits for its sum.
-                T.disable_warp_group_reg_alloc()
-                T.annotate_min_blocks_per_sm(_blocks(width))
+                T.annotate_min_blocks_per_sm(blocks)
             T.fill(dgain, 0)
-            for i in d.each(1):
-                next_scale[i] = inverse_rms[worker]
             for i, j in d.each(1, padded):
                 gain_row[i, j] = gain[j]
-            for step in d.pipelined(0, T.ceildiv(num_rows - worker, num_workers), stages):
+            T.copy(dy[worker : worker + 1, 0:padded], dy_next)
+            T.copy(x[worker : worker + 1, 0:padded], x_next)
+            T.copy(inverse_rms[worker : worker + 1], scale_next)
+            if adds:
+                T.copy(dtotal[worker : worker + 1, 0:padded], dtotal_next)
+            for step in T.serial(T.ceildiv(num_rows - worker, num_workers)):
                 row = step * num_workers + worker
-                T.copy(dy[row : row + 1, 0:padded], dy_ahead)
-                T.copy(x[row : row + 1, 0:padded], x_ahead)
+                after = row + num_workers
+                T.copy(dy_next, dy_row)
+                T.copy(x_next, x_row)
+                T.copy(scale_next, scale)
+                T.copy(dy[after : after + 1, 0:padded], dy_next)
+                T.copy(x[after : after + 1, 0:padded], x_next)
+                T.copy(inverse_rms[after : after + 1], scale_next)
                 if adds:
-                    T.copy(dtotal[row : row + 1, 0:padded], dtotal_ahead)
-                for i in d.each(1):
-                    scale[i] = next_scale[i]
-                    next_scale[i] = inverse_rms[T.min(row + num_workers, num_rows - 1)]
-                T.copy(dy_ahead, dy_row)
-                T.copy(x_ahead, x_row)
+                    T.copy(dtotal_next, dtotal_row)
+                    T.copy(dtotal[after : after + 1, 0:padded], dtotal_next)
                 for i, j in d.each(1, padded):
                     product[i, j] = (
                         T.cast(dy_row[i, j], "float32") * T.cast(x_row[i, j], "float32") * scale[i]
@@ -140,16 +139,19 @@ def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds:
                 for i, j in d.each(1, padded):
                     product[i, j] = product[i, j] * T.cast(gain_row[i, j], "float32")
                 T.reduce_sum(product, mean, dim=1)
+                for i in d.each(1):
+                    mean[i] = mean[i] / width * scale[i]
                 for i, j in d.each(1, padded):
                     product[i, j] = scale[i] * (
                         T.cast(dy_row[i, j], "float32") * T.cast(gain_row[i, j], "float32")
-                        - T.cast(x_row[i, j], "float32") * scale[i] * (mean[i] / width)
+                        - T.cast(x_row[i, j], "float32") * mean[i]
                     )
                 if adds:
-                    T.copy(dtotal_ahead, dy_row)
                     for i, j in d.each(1, padded):
-                        product[i, j] = product[i, j] + T.cast(dy_row[i, j], "float32")
-                T.copy(product, dx[row : row + 1, 0:padded])
+                        product[i, j] = product[i, j] + T.cast(dtotal_row[i, j], "float32")
+                for i, j in d.each(1, padded):
+                    dy_row[i, j] = T.cast(product[i, j], dtype)
+                T.copy(dy_row, dx[row : row + 1, 0:padded])
             for i, j in d.each(1, padded):
                 parts[worker, j] = dgain[i, j]
 
@@ -222,7 +224,7 @@ def _backward(
         return dx, dweight.zero_()
     dy, x = dense(dy), dense(x)
     other = dy if dtotal is None else dense(dtotal)
-    num_workers = min(inverse_rms.numel(), d.num_workers * _blocks(width))
+    num_workers = min(inverse_rms.numel(), d.num_workers * _workers(d, width)[2])
     parts = x.new_empty(num_workers, width, dtype=torch.float32)
     launch(
         rms_norm_backward, d, (*parameters, dtotal is not None), dy.view(flat), other.view(flat),

@@ -38,10 +38,15 @@ def _thread_and_register(padded: int) -> Any:
 def rope_rotate(
     d: Dialect, num_query_heads: int, num_kv_heads: int, width: int, dtype: str, backwards: bool
 ) -> Any:
-    """Rotates q [num_tokens, N, H] and k [num_tokens, K, H], by minus the angle if `backwards`."""
+    """Rotates q [num_tokens, N, H] and k [num_tokens, K, H], by minus the angle if `backwards`.
+
+    Number of heads 0: known at launch.
+    """
     half = width // 2
     heads, tokens, padded = _tile(d, half)
-    query_blocks, key_blocks = -(-num_query_heads // heads), -(-num_kv_heads // heads)
+    num_queries = num_query_heads or T.dynamic("num_query_heads")
+    num_keys = num_kv_heads or T.dynamic("num_kv_heads")
+    query_blocks, key_blocks = T.ceildiv(num_queries, heads), T.ceildiv(num_keys, heads)
     sign = -1.0 if backwards else 1.0
     num_tokens = T.dynamic("num_tokens")
 
@@ -68,12 +73,12 @@ def rope_rotate(
 
     @T.prim_func
     def program(
-        q: T.Tensor((num_tokens, num_query_heads, width), dtype),
-        k: T.Tensor((num_tokens, num_kv_heads, width), dtype),
+        q: T.Tensor((num_tokens, num_queries, width), dtype),
+        k: T.Tensor((num_tokens, num_keys, width), dtype),
         positions: T.Tensor((num_tokens,), "int64"),
         frequencies: T.Tensor((half,), "float32"),
-        rotated_q: T.Tensor((num_tokens, num_query_heads, width), dtype),
-        rotated_k: T.Tensor((num_tokens, num_kv_heads, width), dtype),
+        rotated_q: T.Tensor((num_tokens, num_queries, width), dtype),
+        rotated_k: T.Tensor((num_tokens, num_keys, width), dtype),
     ):
         with d.grid(
             T.ceildiv(num_tokens, tokens), query_blocks + key_blocks, num_threads=THREADS
@@ -108,8 +113,10 @@ def _rotate(
     rotated_q, rotated_k = q.new_empty(q.shape), k.new_empty(k.shape)
     (B, T_, N, H), K = q.shape, k.shape[2]
     if q.numel():
+        d = dialect_of(q)
+        heads = (N, K) if d.on_gpu else (0, 0)
         launch(
-            rope_rotate, dialect_of(q), (N, K, H, dtype_name("rope", q), backwards),
+            rope_rotate, d, (*heads, H, dtype_name("rope", q), backwards),
             dense(q).view(B * T_, N, H), dense(k).view(B * T_, K, H), dense(positions).view(-1),
             _frequencies(theta, H, q.device), rotated_q.view(B * T_, N, H),
             rotated_k.view(B * T_, K, H),

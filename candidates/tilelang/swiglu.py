@@ -81,11 +81,16 @@ def swiglu_backward(d: Dialect, line: int, dtype: str) -> Any:
     return program
 
 
+def line_of(x: Tensor) -> int:
+    """Elements of one load: 16 bytes on a GPU where they divide x, else one element."""
+    wide = 16 // x.element_size() if dialect_of(x).on_gpu else 1
+    return 1 if x.numel() % wide else wide
+
+
 def _launch(program: Any, *tensors: Tensor) -> None:
-    """Runs a program on dense tensors of one size, cut into lines of 16 bytes where they divide."""
-    wide = 16 // tensors[0].element_size()
-    line = 1 if tensors[0].numel() % wide else wide
+    """Runs a program on dense tensors of one size, cut into lines of one load each."""
     if tensors[0].numel():
+        line = line_of(tensors[0])
         parameters = (line, dtype_name("swiglu", tensors[0]))
         launch(program, dialect_of(tensors[0]), parameters, *(x.view(-1, line) for x in tensors))
 

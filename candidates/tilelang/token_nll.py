@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from candidates.tilelang.dialect import dense, dialect_of, dtype_name, launch, launches_of
+from candidates.tilelang.swiglu import line_of
 from candidates.tilelang.token_nll_kernels import loss_and_gradients, scaled
 
 NO_TARGET = -100
@@ -56,8 +57,7 @@ def _(
 @torch.library.custom_op(f"{NAMESPACE}::scaled", mutates_args=())
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor; the factor, a float32 scalar, is not rounded to x's dtype."""
-    y, wide = x.new_empty(x.shape), 16 // x.element_size()
-    line = 1 if x.numel() % wide else wide
+    y, line = x.new_empty(x.shape), line_of(x)
     if x.numel():
         x_lines, y_lines = dense(x).view(-1, line), y.view(-1, line)
         parameters = (line, dtype_name("token_nll", x))

@@ -45,14 +45,15 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
     """Of each tile of logits the maximum, sum of exponentials and, with `keep`, exponentials.
 
     hidden [num_rows, D], weight [V, D], labels [num_rows]; maxima and sums [num_rows, num_tiles],
-    label_logits [num_rows], exponentials [num_rows, num_tiles * tile], zeros after V.
+    label_logits [num_rows], exponentials [num_rows, num_tiles * tile], zeros after V. Width 0: D is
+    known at launch.
     """
     tile, threads = tile_of(d, (0, vocabulary, width), dtype)
     bm, bn, _ = tile
     num_tiles = -(-vocabulary // bn)
-    num_rows = T.dynamic("num_rows")
-    shapes = operand_shapes(d, (num_rows, vocabulary, width), (False, True), dtype)
-    add_products = tile_sum(d, tile, width, (False, True), dtype)
+    num_rows, inner = T.dynamic("num_rows"), width or T.dynamic("width")
+    shapes = operand_shapes(d, (num_rows, vocabulary, inner), (False, True), dtype)
+    add_products = tile_sum(d, tile, inner, (False, True), dtype)
     kept_columns = num_tiles * bn if keep else 1
 
     @T.prim_func
@@ -223,8 +224,8 @@ def loss_and_gradients(
         dlogits = hidden.new_empty(num, kept_columns)
         kept = dlogits.view(TORCH[kept_dtype(dtype)])
         launch(
-            logit_tiles, d, (vocabulary, width, dtype, keep), wide_hidden[rows], wide_weight,
-            labels[rows], maxima, sums, label_logits, kept,
+            logit_tiles, d, (vocabulary, width if d.on_gpu else 0, dtype, keep), wide_hidden[rows],
+            wide_weight, labels[rows], maxima, sums, label_logits, kept,
         )  # fmt: skip
         tiles = (num, -1, columns if keep else 1)
         launch(
