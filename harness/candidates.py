@@ -91,14 +91,13 @@ def _dtypes(module: ModuleType, name: str, kind: str) -> tuple[torch.dtype, ...]
 
 
 def _import(name: str) -> ModuleType:
-    """``candidates.<name>`` for a name without dots if there is one, else the module itself."""
+    """``candidates.<name>`` if there is such a module, else the module ``name``."""
     if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
         raise pytest.UsageError(
             f"--candidate {name}: give an importable module such as their.module, not a file"
         )
     try:
-        short = f"candidates.{name}"
-        full = short if "." not in name and importlib.util.find_spec(short) else name
+        full = f"candidates.{name}" if _exists(f"candidates.{name}") else name
         return importlib.import_module(full)
     except KeyboardInterrupt:
         raise
@@ -106,6 +105,15 @@ def _import(name: str) -> ModuleType:
         raise pytest.UsageError(
             f"--candidate {name}: cannot import it: {type(error).__name__}: {error}"
         ) from error
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name and name.startswith(f"{error.name}"):  # one of its packages is not there
+            return False
+        raise
 
 
 def _roles(module: ModuleType, name: str) -> dict[str, Role]:

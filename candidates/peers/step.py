@@ -1,10 +1,10 @@
-"""A whole training step on a GPU: the stack with a candidate's operators beside transformers + Liger.
+"""A whole training step on a GPU: the stack with a candidate's operators, and transformers + Liger.
 
-    python -m candidates.peers.step [--candidate tilelang] [--presets 0.5b,1.5b] [--rows 8]
+    python -m candidates.peers.step [--candidate tilelang.fast] [--presets 0.5b,1.5b] [--rows 8]
 
 Both sides hold bf16 parameters, gradients and Adam states and do forward, loss, backward and one
-fused AdamW step on the same random tokens, 8 rows of 4096. Their losses must agree first. Steps take
-turns in one process; the ratio is the median over pairs, "at least" its one-sided 95 % lower bound.
+fused AdamW step on the same random tokens, 8 rows of 4096. Their losses must agree first. Steps
+take turns in one process; the ratio is the median over pairs, "at least" its one-sided 95 % bound.
 The peer is the fastest known: transformers with every kernel of Liger and attention by cuDNN.
 """
 
@@ -148,11 +148,13 @@ def measure(config: DecoderConfig, candidates: Sequence[str], num_rows: int) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints. Exit status 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m candidates.peers.step")
-    parser.add_argument("--candidate", action="append", help="default: tilelang; 'none': reference")
+    parser.add_argument(
+        "--candidate", action="append", help="default: tilelang.fast; 'none': the reference"
+    )
     parser.add_argument("--presets", default="0.5b,1.5b")
     parser.add_argument("--rows", type=int, default=8)
     asked = parser.parse_args(arguments)
-    candidates = [n for n in asked.candidate or ["tilelang"] if n != "none"]
+    candidates = [n for n in asked.candidate or ["tilelang.fast"] if n != "none"]
     console = Console(width=None if sys.stdout.isatty() else 140)
     if not torch.cuda.is_available():
         console.print("the benchmark needs an NVIDIA GPU, and torch finds none")

@@ -59,6 +59,16 @@ def test_a_file_is_no_module(toy, path):
     assert "give an importable module" in refused(toy, "--candidate", path)
 
 
+def test_a_short_name_may_have_dots(toy):
+    message = refused(toy, "--candidate", "peers.liger")  # of candidates.peers.liger
+    assert "--candidate peers.liger: unknown role 'rms_norm'; the roles are double" in message
+
+
+def test_a_name_that_is_nowhere(toy):
+    message = refused(toy, "--candidate", "peers.nowhere")
+    assert "cannot import it: ModuleNotFoundError: No module named 'peers'" in message
+
+
 def test_two_candidates_for_one_role(toy):
     toy.candidate("ROLES = {'double': lambda x: 2 * x}")
     toy.candidate("ROLES = {'double': lambda x: x + x}", "yours")

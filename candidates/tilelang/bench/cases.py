@@ -168,7 +168,7 @@ def linear_cases(p: Preset) -> Iterator[Case]:
         product = 2 * NUM_TOKENS * inner * outer
         yield Case(
             "linear", f"{NUM_TOKENS} x {inner} -> {outer}", (x, weight),
-            {"TileLang": lambda x, w: ours.linear(x, w, None), "cuBLAS": F.linear},
+            {"TileLang": lambda x, w: ours.ROLES["linear"](x, w, None), "cuBLAS": F.linear},
             flops=(product, 2 * product),
         )  # fmt: skip
 

@@ -1,0 +1,14 @@
+"""The operators of `candidates.tilelang` that are the fastest known, for training.
+
+    --candidate tilelang.fast
+
+`linear` is left to torch, whose cuBLAS was ahead of the TileLang product at every shape measured
+but one (LOG.md), as are the matrix products inside `token_nll`.
+"""
+
+from candidates.tilelang import DTYPES
+from candidates.tilelang import ROLES as ALL
+
+__all__ = ["DTYPES", "ROLES"]
+
+ROLES = {name: role for name, role in ALL.items() if name != "linear"}
