@@ -95,7 +95,17 @@ def test_large_scores(stack, packed, rng, device, check):
         documents_BT = documents_of("beside-edges") if packed else None
         case = attention_case(rng, documents_BT, (2, 70, 6, 2, 64), scale=30.0**0.5)
         # Scores of 100 in float32 are off by 100 units, and weights by as much of themselves.
-        operators.trial(stack, case, dtype, device, rng, check, loose=10.0)
+        loose, rms_ratios = 10.0, None
+        if dtype != torch.float32:
+            # A fused backward takes delta = rowsum(o do) of the o it saved, in 16 bits (Dao et al.
+            # 2022, algorithm 4). Where one weight is all but one, p (do.v - delta) is a difference
+            # of equals: o's rounding makes dq and dk 2.2 times as far off as the plain formula's
+            # exact delta does. Without that a kernel would save a second o, or multiply twice more.
+            rms_ratios = {"dq": 4.0, "dk": 4.0}
+            # Rows of one scale: else dk is the sum of a few rows, and its ratio luck (1.5 to 4.7 in
+            # 160 draws; with one scale at most 3.0). float32 has rows of all scales.
+            case = replace(case, row_exponent=0)
+        operators.trial(stack, case, dtype, device, rng, check, loose=loose, rms_ratios=rms_ratios)
 
 
 @gate(

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from gates import ladder, parity, probes, twins
-from gates.m4_parity_forward import OPERATORS
+from gates import ladder, outcomes, parity, probes, twins
+from gates.m4_parity_forward import OPERATORS, built
+from gates.outcomes import Outcome
 from harness import gate
+from reference.hf.weights import EMBEDDING, HEAD
 from reference.ledger.parameters import parameter_count
 
 COMPUTE = {"float32": None, "bfloat16": torch.bfloat16}
 NUM_TOKENS = 64
-# Weights and gradients: of the oracle 16 bytes a parameter, of the reference and of what is on
-# trial 8 each.
-BYTES_PER_PARAMETER = 32
+# The drawn weights 2, the oracle's gradients 4; of what is on trial weights and gradients 8 and
+# bfloat16 copies 2. (While the oracle was made: 2, and weights in float64 and gradients 12.)
+BYTES_PER_PARAMETER = 16
 BUDGET_BYTES = {"cpu": 5 * 2**30}
 BUDGET_OF_AN_ACCELERATOR_BYTES = 24 * 2**30
-KEPT = {}  # the outcomes of the last case
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is the same whatever is on trial; the gradients of `plain` are settled."""
+
+    weights: dict[str, Tensor]
+    oracle: Outcome
+    plain: Outcome
+
+
+KEPT: dict[tuple[object, ...], Known] = {}  # of the last case
 
 
 def config_of(rung, device):
@@ -38,32 +52,43 @@ def batch_of(config, layout, rng):
     return twins.batch(ids_BT, layout, min(config.max_positions, 4096) - NUM_TOKENS)
 
 
-def outcome(stack, config, layout, seed, device, dtype=torch.float32):
-    """Forward and backward of the stack's model with the weights and the batch of `seed`."""
-    rng = torch.Generator().manual_seed(seed)
-    model = stack.build_model(config, stack).to(device, dtype)
-    twins.draw(model, rng, torch.bfloat16)
-    batch = batch_of(config, layout, rng).to(device)
-    group = 1 if config.vocabulary_size <= 1024 else 8
-    found = parity.of_stack(stack, model, batch, gradients=True, group=group)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    shape = f"{len(model.layers)} layers of width {config.model_width}, {num_parameters} parameters"
-    del model
-    gc.collect()  # a model is in a cycle with its hooks
-    return found, shape
+def weights_of(config, seed, device):
+    """Weights in bfloat16, which holds them exactly, drawn where they are used."""
+    rng = torch.Generator(device).manual_seed(seed)
+    weights = twins.random_weights(config, rng, torch.bfloat16)
+    narrow = {name: weight.bfloat16() for name, weight in weights.items()}
+    return narrow | ({HEAD: narrow[EMBEDDING]} if config.tied_head else {})
 
 
-def reference_outcomes(config, layout, seed, device):
-    """(oracle in float64 on the CPU, reference on the device): the same whatever is on trial."""
+def known(config, layout, batch, seed, device):
+    """Weights, oracle and plain outcome of a case; made once, and kept until the next case."""
     key = config, layout, seed, device
     if key not in KEPT:
         KEPT.clear()  # first: with those of the case before they would not fit
+        weights = weights_of(config, seed, device)
         exact = replace(config, compute_dtype=None)
-        oracle, _ = outcome(probes.REFERENCE, exact, layout, seed, "cpu", torch.float64)
-        for name, gradient in oracle.gradients.items():
-            oracle.gradients[name] = gradient.float()  # half the memory; an error of 3e-8
-        KEPT[key] = oracle, outcome(probes.REFERENCE, config, layout, seed, device)[0]
+        place = outcomes.place(device)
+        oracle = outcome(probes.REFERENCE, exact, weights, batch, place, torch.float64)[0]
+        plain = outcome(probes.REFERENCE, config, weights, batch, device)[0]
+        KEPT[key] = Known(weights, oracle, parity.settled(plain, oracle))
     return KEPT[key]
+
+
+def outcome(stack, config, weights, batch, device, dtype=torch.float32):
+    """Forward and backward of the stack's model on `device`, and the model's shape in words."""
+    model = built(stack, config, weights, device).to(dtype)
+    if dtype == torch.float64:
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32  # half the memory, and an error of 3e-8
+    num_parameters = sum(p.numel() for p in model.parameters())
+    shape = f"{len(model.layers)} layers of width {config.model_width}, {num_parameters} parameters"
+    group = 1 if config.vocabulary_size <= 1024 else 8
+    found = outcomes.of_stack(
+        stack, model, batch.to(device), gradients=True, group=group, kept_on=outcomes.place(device)
+    )
+    del model
+    gc.collect()  # a model is in a cycle with its hooks
+    return found, shape
 
 
 @gate(
@@ -71,15 +96,18 @@ def reference_outcomes(config, layout, seed, device):
     "of hidden states, logits and gradients are at most 2 (gradients 2.7) times the reference's",
     roles=["build_model", *OPERATORS],
     not_claimed="the full depth of a rung where the measurement `shape` says one layer",
-    source="the reference in float64 on the CPU, and in the same dtype on the same device",
+    source="the reference in float64, on the device if it has that, else on the CPU; and the "
+    "reference in the same dtype on the same device",
 )
 @pytest.mark.parametrize("layout", ["rows", "packed"])
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_model(stack, compute, layout, rung, rng, device, check):
     config = replace(config_of(rung, device), compute_dtype=COMPUTE[compute])
     seed = rng.initial_seed()
-    oracle, plain = reference_outcomes(config, layout, seed, device)
-    got, shape = outcome(stack, config, layout, seed, device)
+    batch = batch_of(config, layout, rng)
+    same = known(config, layout, batch, seed, device)
+    got, shape = outcome(stack, config, same.weights, batch, device)
+    got = parity.settled(got, same.oracle)
     full = config.num_layers == ladder.config(rung).num_layers
     want = f"{config.num_layers} layers of width {config.model_width}, " + (
         f"{parameter_count(config).total} parameters"
@@ -87,7 +115,7 @@ def test_model(stack, compute, layout, rung, rng, device, check):
     check("shape", shape, equal=want, because=f"rung {rung}: " + ("the full depth fits" if full
           else "one layer of the true width, since the full depth does not fit"))  # fmt: skip
     # The reference rounds seldom: transformers' own operators have 1.5 times its error in bfloat16.
-    parity.check_ratios(check, got, plain, oracle, k=2.0, whose="the reference")
+    parity.check_ratios(check, got, same.plain, same.oracle, k=2.0, whose="the reference")
     if compute == "float32":
-        parity.check_gradients(check, got.gradients, oracle.gradients, at_most=1e-4,
+        parity.check_gradients(check, got, same.oracle, at_most=1e-4,
                                because="the sums of a deep or wide model")  # fmt: skip

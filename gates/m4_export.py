@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from gates import checkpoints, probes
+from gates import checkpoints, probes, twins
 from gates.checkpoints import HEAD
 from harness import gate
 from harness.compare import relative_error
-from harness.contract import not_run
 
 CASES = {
     "qwen2-tied": (checkpoints.QWEN2, torch.float32, 2**30),
@@ -112,12 +110,9 @@ def test_round_trip(stack, case, rng, device, tmp_path, check):
 )
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_loads(stack, case, rng, device, tmp_path, check):
-    if importlib.util.find_spec("transformers") is None:
-        not_run("The package transformers is not installed.")
-    from transformers import AutoModelForCausalLM
-
+    transformers = twins.require_transformers()
     config, tensors = exported(stack, case, rng, device, tmp_path / "out")
-    theirs, report = AutoModelForCausalLM.from_pretrained(
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, dtype="auto", local_files_only=True
     )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -149,7 +144,7 @@ def test_refused(stack, case, rng, tmp_path, check):
     config = checkpoints.QWEN2
     tensors = checkpoints.random_tensors(config, rng, torch.float32)
     model, directory = checkpoints.reference_model(config, tensors), tmp_path / "out"
-    word = {"taken": "out", "two-dtypes": "dtype", "another-tensor": "norm.bias"}.get(case, HEAD)
+    word = {"taken": "/out", "two-dtypes": "dtype", "another-tensor": "norm.bias"}.get(case, HEAD)
     if case == "taken":
         directory.mkdir()
         (directory / "model.safetensors").write_text("another model")

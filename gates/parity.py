@@ -1,130 +1,32 @@
-"""What two implementations of one model make of one batch, and how far that is apart."""
+"""How far two outcomes of one model and batch are apart, and how far they may be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from gates import twins
+from gates.outcomes import Outcome
 from harness.compare import error_ratio, max_abs_error, relative_error, rounding_floor
-from reference.ops import arithmetic_dtype
 
 TOP = 10  # the most likely tokens whose sets are compared
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Of one forward and backward pass, on the CPU, at tokens that are no padding.
-
-    layers: the output [M, D] of each layer; hidden [M, D]: after the final norm; logits [M, V];
-    nll: of each `group` of targets, in nats; nll_of_hidden: the same from `hidden` by the formula,
-    in float32 or better; loss: the sum over the number of targets; gradients: of the loss, by the
-    decoder's parameter names (empty if none were asked for).
-    """
-
-    layers: list[Tensor]
-    hidden: Tensor
-    logits: Tensor
-    nll: Tensor
-    nll_of_hidden: Tensor
-    loss: float
-    group: int
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+def settled(outcome: Outcome, oracle: Outcome) -> Outcome:
+    """The outcome with the relative errors of its gradients in their place."""
+    return replace(outcome, gradients={}, errors=gradient_errors(outcome, oracle))
 
 
-def of_stack(
-    stack: Any, model: nn.Module, batch: twins.Batch, *, gradients: bool, group: int = 1
-) -> Outcome:
-    """The model on trial: its hidden states, and the loss by `stack.token_nll`.
-
-    The loss of each group of `group` targets is taken by itself as well, since an error of one
-    token disappears in a mean.
-    """
-    outputs: list[Tensor] = []
-    handles = [
-        layer.register_forward_hook(lambda layer, args, output: outputs.append(output.detach()))
-        for layer in model.layers
-    ]
-    data = batch.microbatch
-    with torch.set_grad_enabled(gradients):
-        hidden_BTD = model(data.input_ids, data.positions, data.documents)
-        head_VD = model.lm_head.weight
-        nll_sum, num_targets = stack.token_nll(
-            hidden_BTD.flatten(0, 1), head_VD, data.labels.flatten()
-        )
-    for handle in handles:
-        handle.remove()
-    real, targets = batch.real_BT, batch.is_target_BT
-    with torch.no_grad():
-        head = head_VD.to(hidden_BTD.dtype)
-        logits_MV = stack.linear(hidden_BTD[real], head, None)
-        parts = hidden_BTD[targets].split(group), data.labels[targets].split(group)
-        pieces = [(hidden, head, labels) for hidden, labels in zip(*parts, strict=True)]
-        nll = [stack.token_nll(*piece)[0] for piece in pieces]
-        formula = [token_nll(*piece) for piece in pieces]
-    found = {}
-    if gradients:
-        model.zero_grad(set_to_none=True)
-        (nll_sum / num_targets).backward()
-        found = taken(model.named_parameters())
-    return Outcome(
-        layers=[output[real].cpu() for output in outputs],
-        hidden=hidden_BTD.detach()[real].cpu(),
-        logits=logits_MV.cpu(),
-        nll=torch.stack(nll).cpu(),
-        nll_of_hidden=torch.stack(formula).cpu(),
-        loss=float(nll_sum.detach() / num_targets),
-        group=group,
-        gradients=found,
-    )
-
-
-def of_twin(twin: nn.Module, batch: twins.Batch, *, gradients: bool, group: int = 1) -> Outcome:
-    """transformers' model: logits are cast to float32 before the loss, as its own loss does."""
-    with torch.set_grad_enabled(gradients):
-        layers, hidden_BTD, logits_BTV = twins.forward(twin, batch)
-        targets, real = batch.is_target_BT, batch.real_BT
-        wide = logits_BTV[targets].to(arithmetic_dtype(logits_BTV.dtype))
-        nll = F.cross_entropy(wide, batch.microbatch.labels[targets], reduction="none")
-    found = {}
-    if gradients:
-        twin.zero_grad(set_to_none=True)
-        nll.mean().backward()
-        found = taken((n.removeprefix("model."), p) for n, p in twin.named_parameters())
-    nll = nll.detach()
-    by_group = torch.stack([piece.sum() for piece in nll.split(group)]).cpu()
-    return Outcome(
-        layers=[layer.detach()[real].cpu() for layer in layers],
-        hidden=hidden_BTD.detach()[real].cpu(),
-        logits=logits_BTV.detach()[real].cpu(),
-        nll=by_group,
-        nll_of_hidden=by_group,
-        loss=float(nll.mean()),
-        group=group,
-        gradients=found,
-    )
-
-
-def token_nll(hidden_MD: Tensor, head_VD: Tensor, labels_M: Tensor) -> Tensor:
-    """-log softmax(hidden head^T) of the labels, summed, in float32 or better."""
-    dtype = arithmetic_dtype(hidden_MD.dtype)
-    logits_MV = hidden_MD.to(dtype) @ head_VD.to(dtype).T
-    return F.cross_entropy(logits_MV, labels_M, reduction="sum")
-
-
-def taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The gradients, on the CPU, and no longer the parameters'; zeros where there is none."""
-    found = {}
-    for name, parameter in parameters:
-        gradient = parameter.grad
-        parameter.grad = None
-        found[name] = torch.zeros(parameter.shape) if gradient is None else gradient.cpu()
-    return found
+def gradient_errors(outcome: Outcome, oracle: Outcome) -> dict[str, float]:
+    """||got - want|| / ||want|| in the 2-norm of every gradient; NaN where the oracle has none."""
+    want = oracle.gradients
+    return outcome.errors or {
+        name: relative_error(gradient, want[name]) if name in want else math.nan
+        for name, gradient in outcome.gradients.items()
+    }
 
 
 def worst_token(got_MX: Tensor, want_MX: Tensor) -> float:
@@ -149,9 +51,8 @@ def divergence(logits_MV: Tensor, want_MV: Tensor) -> Tensor:
 
 def shared_top(logits_MV: Tensor, want_MV: Tensor) -> float:
     """The share of the `TOP` most likely tokens that are the same, over all tokens."""
-    sets = [torch.zeros_like(x, dtype=torch.bool).scatter_(-1, x.topk(TOP).indices, True)
-            for x in (logits_MV, want_MV)]  # fmt: skip
-    return float((sets[0] & sets[1]).sum() / sets[1].sum())
+    got, want = (x.topk(TOP).indices for x in (logits_MV, want_MV))
+    return float((got[:, :, None] == want[:, None, :]).sum() / want.numel())
 
 
 def check_close(check: Any, got: Outcome, want: Outcome, *, at_most: float, because: str) -> None:
@@ -172,7 +73,7 @@ def check_close(check: Any, got: Outcome, want: Outcome, *, at_most: float, beca
           at_most=10 * at_most, because="relative to the mean; no mean hides it")  # fmt: skip
     check_loss(check, got)
     if want.gradients:
-        check_gradients(check, got.gradients, want.gradients, at_most=at_most, because=because)
+        check_gradients(check, got, want, at_most=at_most, because=because)
 
 
 def check_loss(check: Any, got: Outcome) -> None:
@@ -186,19 +87,20 @@ def check_loss(check: Any, got: Outcome) -> None:
 
 
 def check_gradients(
-    check: Any,
-    got: Mapping[str, Tensor],
-    want: Mapping[str, Tensor],
-    *,
-    at_most: float,
-    because: str,
+    check: Any, got: Outcome, want: Outcome, *, at_most: float, because: str
 ) -> None:
     """The gradient of every parameter, each relative to its own 2-norm."""
-    check("parameters with a gradient", sorted(got), equal=sorted(want), because="a tied table is "
-          "one parameter; the names are those of checkpoints")  # fmt: skip
-    for name, gradient in want.items():
-        check("gradient of a parameter, worst", relative_error(got[name], gradient),
-              at_most=at_most, because=f"relative to the gradient's 2-norm; {because}")  # fmt: skip
+    check_names(check, got, want)
+    for error in gradient_errors(got, want).values():
+        check("gradient of a parameter, worst", error, at_most=at_most,
+              because=f"relative to the gradient's 2-norm; {because}")  # fmt: skip
+
+
+def check_names(check: Any, got: Outcome, want: Outcome) -> None:
+    """The parameters that have a gradient."""
+    names = sorted(got.errors or got.gradients)
+    check("parameters with a gradient", names, equal=sorted(want.gradients), because="a tied table "
+          "is one parameter; the names are those of checkpoints")  # fmt: skip
 
 
 def check_ratios(
@@ -243,51 +145,24 @@ def check_gradient_ratios(
 ) -> None:
     """The gradient of every matrix by error ratio, and those of all vectors together."""
     k *= 4 / 3  # with fewer terms in a sum errors scatter more: 0.6 to 1.35 for the reference
-    names = [sorted(outcome.gradients) for outcome in (got, oracle)]
-    check("parameters with a gradient", names[0], equal=names[1], because="a tied table is one "
-          "parameter; the names are those of checkpoints")  # fmt: skip
+    check_names(check, got, oracle)
+    mine, theirs = gradient_errors(got, oracle), gradient_errors(plain, oracle)
     of_vectors = []
     for name, want in oracle.gradients.items():
-        parts = got.gradients[name], plain.gradients[name], want
         if want.dim() > 1:
-            check("error ratio of the gradient of a matrix, worst", ratio_by_pieces(*parts),
+            check("error ratio of the gradient of a matrix, worst", mine[name] / theirs[name],
                   at_most=k, because=f"k times the error of {whose}")  # fmt: skip
         else:  # the ratio of errors of a few elements scatters widely: they are taken together
-            of_vectors.append([relative_error(part, want) for part in parts[:2]])
+            of_vectors.append([mine[name], theirs[name]])
     errors = torch.tensor(of_vectors, dtype=torch.float64).norm(dim=0)
     check("error ratio of the gradients of all vectors", errors[0] / errors[1], at_most=k,
           because=f"relative errors together; k times those of {whose}")  # fmt: skip
-
-
-def ratio_by_pieces(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """`error_ratio`, in memory that does not grow with the size of the tensors."""
-    squares = torch.zeros(3, dtype=torch.float64)
-    pieces = (x.flatten().split(2**22) for x in (got, plain, oracle))
-    for mine, theirs, exact in zip(*pieces, strict=True):
-        wide = exact.double()
-        rounding = wide.to(got.dtype).double() - wide
-        errors = (mine.double() - wide, theirs.double() - wide, rounding)
-        squares += torch.stack([error.square().sum() for error in errors])
-    error, accepted, floor = squares.sqrt()
-    return 0.0 if error == 0 else float(error / (accepted + floor))
 
 
 def largest_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
     """max|got - oracle| over max|plain - oracle| + the largest rounding of the oracle."""
     accepted = max_abs_error(plain, oracle) + rounding_floor(oracle, got.dtype)
     return max_abs_error(got, oracle) / accepted
-
-
-def recording(stack: Any, role: str, calls: list[tuple[Any, ...]]) -> Any:
-    """The stack, in which every call of `role` leaves its arguments and its result in `calls`."""
-
-    def noting(*arguments: Any) -> Any:
-        result = getattr(stack, role)(*arguments)
-        kept = (x.detach().cpu() if isinstance(x, Tensor) else x for x in (*arguments, result))
-        calls.append(tuple(kept))
-        return result
-
-    return stack.replace({role: noting})
 
 
 def check_norms(check: Any, calls: list[tuple[Any, ...]], *, num_norms: int) -> None:

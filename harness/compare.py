@@ -1,4 +1,5 @@
-"""How far two results are apart. Everything is compared in float64 on the CPU.
+"""How far two results are apart. Everything is compared in float64: on the device where both are,
+if it has float64, else on the CPU.
 
 Every function refuses, with a ValueError, what would compare nothing or the wrong things:
 different shapes, no element, different names, a result compared with its own memory. NaN in
@@ -7,13 +8,23 @@ either argument makes the distance NaN, which fails every bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from harness.devices import has_float64
 
-def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+PIECE = 2**18  # elements whose float64 copies stay in a processor's cache
+
+
+def place(*tensors: Tensor) -> torch.device:
+    """Where these tensors are compared: on the device that they share, else on the CPU."""
+    first, *others = {tensor.device for tensor in tensors}
+    return first if not others and has_float64(first.type) else torch.device("cpu")
+
+
+def _refuse(got: Tensor, want: Tensor) -> None:
     if got.shape != want.shape:
         raise ValueError(f"shapes differ: got {tuple(got.shape)}, want {tuple(want.shape)}")
     if got.numel() == 0:
@@ -25,16 +36,35 @@ def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
         )
     if got.data_ptr() == want.data_ptr() and got.device == want.device:
         raise ValueError("both results are the same memory; clone one before it is overwritten")
-    return got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)
+
+
+def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    _refuse(got, want)
+    where = place(got, want)
+    return got.detach().to(where, torch.float64), want.detach().to(where, torch.float64)
+
+
+def _norm(pieces: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all pieces together, float64 on the CPU."""
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum().sqrt().cpu()
+
+
+def _size(x: Tensor) -> Tensor:
+    return _norm(torch.split(x.detach().to(place(x)).flatten(), PIECE))
+
+
+def _distance(got: Tensor, want: Tensor) -> Tensor:
+    """``||got - want||`` in the 2-norm, in memory that does not grow with the tensors."""
+    _refuse(got, want)
+    where = place(got, want)
+    pairs = (torch.split(x.detach().to(where).flatten(), PIECE) for x in (got, want))
+    return _norm(mine.double() - theirs.double() for mine, theirs in zip(*pairs, strict=True))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """``||got - want|| / ||want||`` in the 2-norm; 0 if both are zero, inf if only want is."""
-    got64, want64 = _pair(got, want)
-    difference, size = (got64 - want64).norm(), want64.norm()
-    if size == 0:
-        return 0.0 if difference == 0 else float(difference / size)
-    return float(difference / size)
+    difference = _distance(got, want)
+    return 0.0 if difference == 0 else float(difference / _size(want))
 
 
 def max_abs_error(got: Tensor, want: Tensor) -> float:
@@ -56,7 +86,7 @@ def worst_relative(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> flo
 
 def rounding_floor(oracle: Tensor, dtype: torch.dtype) -> float:
     """The error of merely storing ``oracle`` in ``dtype``, as a root mean square."""
-    exact = oracle.detach().to("cpu", torch.float64)
+    exact = oracle.detach().to(place(oracle), torch.float64)
     if exact.numel() == 0:
         raise ValueError("nothing to compare: the oracle has no element")
     return float((exact.to(dtype).double() - exact).square().mean().sqrt())
@@ -68,10 +98,9 @@ def error_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
     ``rms(got - oracle) / (rms(plain - oracle) + floor)``; the floor is the error of storing the
     oracle in the candidate's dtype, so that a lucky plain result does not make the bound zero.
     """
-    got64, oracle64 = _pair(got, oracle)
-    plain64, _ = _pair(plain, oracle)
-    error = (got64 - oracle64).square().mean().sqrt()
-    accepted = (plain64 - oracle64).square().mean().sqrt() + rounding_floor(oracle, got.dtype)
+    root = oracle.numel() ** 0.5
+    error = _distance(got, oracle) / root
+    accepted = _distance(plain, oracle) / root + rounding_floor(oracle, got.dtype)
     return 0.0 if error == 0 else float(error / accepted)
 
 

@@ -16,6 +16,11 @@ DTYPES = {  # what operators are asked for on each kind, the widest first
 KINDS = tuple(DTYPES)
 
 
+def has_float64(kind: str) -> bool:
+    """Whether devices of the kind compute in float64."""
+    return torch.float64 in DTYPES.get(kind, ())
+
+
 @dataclass(frozen=True)
 class Device:
     """The device of a run. ``missing`` says why it cannot be used, and what to install."""

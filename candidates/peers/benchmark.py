@@ -113,29 +113,34 @@ def reference_update(shape: Shape, tokens_BT: torch.Tensor) -> tuple[torch.nn.Mo
     return model, lambda: update_window(training, window, stack, SETTINGS).loss_nats
 
 
+def qwen2_config(config: DecoderConfig) -> transformers.Qwen2Config:
+    """The same shape for transformers."""
+    return transformers.Qwen2Config(
+        vocab_size=config.vocabulary_size,
+        hidden_size=config.model_width,
+        intermediate_size=config.feed_forward_width,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_query_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tied_head,
+        use_cache=False,
+    )
+
+
+def qwen2_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The reference's weights by the names of transformers' Qwen2."""
+    return {n if n.startswith("lm_head.") else f"model.{n}": t for n, t in weights.items()}
+
+
 def transformers_update(
     shape: Shape, tokens_BT: torch.Tensor, weights: dict[str, torch.Tensor]
 ) -> Callable[[], float]:
     """The same update by transformers and torch.optim, from the same weights."""
-    config = shape.config
-    model = transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=config.vocabulary_size,
-            hidden_size=config.model_width,
-            intermediate_size=config.feed_forward_width,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_query_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.norm_epsilon,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied_head,
-            use_cache=False,
-        )
-    )
-    model.load_state_dict(
-        {n if n.startswith("lm_head.") else f"model.{n}": t for n, t in weights.items()}
-    )
+    model = transformers.Qwen2ForCausalLM(qwen2_config(shape.config))
+    model.load_state_dict(qwen2_names(weights))
     groups = param_groups(model, SETTINGS.weight_decay)
     optimizer = torch.optim.AdamW(
         groups, SETTINGS.schedule.peak, SETTINGS.betas, SETTINGS.epsilon, fused=True

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from candidates.peers.benchmark import lower_bound_of_median
+from candidates.peers.benchmark import lower_bound_of_median, qwen2_config, qwen2_names
 from reference.config import DecoderConfig, preset
 from reference.stack import ROLES
 
@@ -82,25 +82,11 @@ def liger_step(config: DecoderConfig, tokens_BT: Tensor, weights: dict[str, Tens
     apply_liger_kernel_to_qwen2()
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.Qwen2Config(
-                vocab_size=config.vocabulary_size,
-                hidden_size=config.model_width,
-                intermediate_size=config.feed_forward_width,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_query_heads,
-                num_key_value_heads=config.num_kv_heads,
-                max_position_embeddings=config.max_positions,
-                rms_norm_eps=config.norm_epsilon,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-                tie_word_embeddings=config.tied_head,
-                use_cache=False,
-            ),
+            qwen2_config(config),
             dtype=torch.bfloat16,
             attn_implementation="sdpa",
         )
-    model.load_state_dict(
-        {n if n.startswith("lm_head.") else f"model.{n}": t for n, t in weights.items()}
-    )
+    model.load_state_dict(qwen2_names(weights))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
     inputs, labels = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
@@ -140,8 +126,8 @@ def measure(config: DecoderConfig, candidates: Sequence[str], num_rows: int) -> 
             if index >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() / 2**30)
-    # Both models stay allocated, so each peak holds the other's parameters and Adam states too.
-    other_gib = 3 * 2 * sum(p.numel() for p in model.parameters()) / 2**30
+    # Both sides stay allocated: each peak holds the other's parameters, gradients, two Adam states.
+    other_gib = 4 * 2 * sum(p.numel() for p in model.parameters()) / 2**30
     return {n: Side(seconds[n], peaks[n] - other_gib, losses[n]) for n in steps}
 
 

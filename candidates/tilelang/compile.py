@@ -29,7 +29,7 @@ from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 from candidates.tilelang import (
     attention,
     matrix,
-    rms_norm,
+    rms_norm_kernels,
     rope,
     swiglu,
     token_nll_kernels,
@@ -61,9 +61,9 @@ def kernels(p: Preset) -> Iterator[Kernel]:
     """The programs, with the parameters of a bfloat16 model of this shape, then float32 ones."""
     d, dtype = HOPPER, "bfloat16"
     for adds in (False, True):
-        yield rms_norm.rms_norm_forward, (p.width, dtype, dtype, adds)
-        yield rms_norm.rms_norm_backward, (p.width, dtype, dtype, adds)
-    yield rms_norm.sum_of_parts, (p.width, dtype)
+        yield rms_norm_kernels.rms_norm_forward, (p.width, dtype, dtype, adds)
+        yield rms_norm_kernels.rms_norm_backward, (p.width, dtype, dtype, adds)
+    yield rms_norm_kernels.sum_of_parts, (p.width, dtype)
     for backwards in (False, True):
         yield rope.rope_rotate, (p.query_heads, p.kv_heads, p.head_width, dtype, backwards)
     yield swiglu.swiglu_forward, (8, dtype)

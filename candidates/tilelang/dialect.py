@@ -1,7 +1,7 @@
 """What differs between a TileLang program on a CPU and on a Hopper GPU, and how one is launched.
 
-A program is a function `program(dialect, *parameters)` that returns a TileLang prim_func. It asks the
-dialect where a tile lives and what a loop is; everything else is the same text on both machines.
+A program is a function `program(dialect, *parameters)` that returns a TileLang prim_func. It asks
+the dialect where a tile lives and what a loop is; the rest is the same text on both machines.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+NAMESPACE = "touchstone_tilelang"  # of the operators in torch.ops
+LARGEST_NUM_LINES = 2**31 - 1  # sizes of a kernel have 32 bits
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,21 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def line_of(x: Tensor) -> int:
+    """Elements of one load: 16 bytes on a GPU where they divide x, else one element.
+
+    Raises ValueError for more of them than LARGEST_NUM_LINES.
+    """
+    wide = 16 // x.element_size() if dialect_of(x).on_gpu else 1
+    line = 1 if x.numel() % wide else wide
+    if x.numel() // line > LARGEST_NUM_LINES:
+        raise ValueError(
+            f"{x.numel()} elements in loads of {line}: a kernel takes up to {LARGEST_NUM_LINES} "
+            "loads; split the tensor"
+        )
+    return line
+
+
 # How often each kernel was launched in this process, by the program's name.
 launches: Counter[str] = Counter()
 
@@ -112,7 +129,7 @@ def compiled(program: Callable[..., Any], dialect: Dialect, *parameters: Any) ->
 def launch(
     program: Callable[..., Any], dialect: Dialect, parameters: tuple[Any, ...], *arguments: Any
 ) -> None:
-    """Runs the kernel of `program(dialect, *parameters)` on the arguments, and counts the launch."""
+    """Runs the kernel of `program(dialect, *parameters)` on the arguments; counts the launch."""
     kernel = compiled(program, dialect, *parameters)
     kernel(*arguments)
     launches[program.__name__] += 1

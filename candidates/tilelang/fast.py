@@ -2,8 +2,8 @@
 
     --candidate tilelang.fast
 
-`linear` is left to torch, whose cuBLAS was ahead of the TileLang product at every shape measured
-but one (LOG.md), as are the matrix products inside `token_nll`.
+`linear` is left to torch, whose cuBLAS was ahead of TileLang in every product measured but one
+(LOG.md), as are the matrix products of the gradients inside `token_nll`.
 """
 
 from candidates.tilelang import DTYPES

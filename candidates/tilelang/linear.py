@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from candidates.tilelang.dialect import dense, dtype_name, launches_of
+from candidates.tilelang.dialect import NAMESPACE, dense, dtype_name, launches_of
 from candidates.tilelang.matrix import column_sum, product
-
-NAMESPACE = "touchstone_tilelang"
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear", mutates_args=())

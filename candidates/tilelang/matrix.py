@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from candidates.tilelang.dialect import Dialect, dialect_of, dtype_name, launch
-from candidates.tilelang.rms_norm import sum_of_parts
+from candidates.tilelang.rms_norm_kernels import sum_of_parts
 
 Sizes = tuple[int, int, int]  # rows, columns and inner size of a product; 0: known at launch
 FLOAT32_TILE, CPU_TILE, PAD = (64, 64, 32), (8, 16, 32), 4
@@ -218,6 +218,7 @@ def column_sum(x: Tensor) -> Tensor:
     d, dtype = dialect_of(x), dtype_name("linear", x)
     num_workers = min(-(-num_rows // LINES), d.num_workers) if d.on_gpu else 1
     parts, total = x.new_empty(num_workers, width, dtype=torch.float32), x.new_empty(width)
-    launch(column_parts, d, (width if d.on_gpu else 0, dtype), x, parts)
-    launch(sum_of_parts, d, (width, dtype), parts, total)
+    parameters = (width if d.on_gpu else 0, dtype)
+    launch(column_parts, d, parameters, x, parts)
+    launch(sum_of_parts, d, parameters, parts, total)
     return total

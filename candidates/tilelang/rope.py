@@ -2,8 +2,8 @@
 
 (a, b) = (x_i, x_{i+H/2}) -> (a cos - b sin, b cos + a sin), by the angle position * theta^(-2i/H).
 Frequencies are rounded from float64 once; angle, sine and cosine are float32 with full range
-reduction. The backward is the rotation by minus the angle: the same
-program. Source: Su et al. 2021, section 3.2.2, half-split pairing.
+reduction. The backward is the rotation by minus the angle: the same program. Source: Su et al.
+2021, section 3.2.2, half-split pairing.
 """
 
 import functools
@@ -14,7 +14,15 @@ import torch
 from tilelang.layout import Fragment
 from torch import Tensor
 
-from candidates.tilelang.dialect import Dialect, dense, dialect_of, dtype_name, launch, launches_of
+from candidates.tilelang.dialect import (
+    NAMESPACE,
+    Dialect,
+    dense,
+    dialect_of,
+    dtype_name,
+    launch,
+    launches_of,
+)
 
 THREADS = 128
 HEADS = 4  # that a block rotates: with fewer angles are computed again, with more registers run out
@@ -103,7 +111,7 @@ def rope_rotate(
 @functools.cache
 def _frequencies(theta: float, width: int, device: torch.device) -> Tensor:
     """theta^(-2i/H) for i in [0, H/2): float64 rounded once to float32."""
-    exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     return (theta**-exponent).to(torch.float32).to(device)
 
 
@@ -122,9 +130,6 @@ def _rotate(
             rotated_k.view(B * T_, K, H),
         )  # fmt: skip
     return rotated_q, rotated_k
-
-
-NAMESPACE = "touchstone_tilelang"
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rope", mutates_args=())

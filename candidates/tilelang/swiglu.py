@@ -11,7 +11,16 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from candidates.tilelang.dialect import Dialect, dense, dialect_of, dtype_name, launch, launches_of
+from candidates.tilelang.dialect import (
+    NAMESPACE,
+    Dialect,
+    dense,
+    dialect_of,
+    dtype_name,
+    launch,
+    launches_of,
+    line_of,
+)
 
 THREADS = 256  # of a block
 LINES_PER_THREAD = 1  # of 16 bytes from each input: more did not help (0.98 to 1.02 of copy)
@@ -81,21 +90,12 @@ def swiglu_backward(d: Dialect, line: int, dtype: str) -> Any:
     return program
 
 
-def line_of(x: Tensor) -> int:
-    """Elements of one load: 16 bytes on a GPU where they divide x, else one element."""
-    wide = 16 // x.element_size() if dialect_of(x).on_gpu else 1
-    return 1 if x.numel() % wide else wide
-
-
 def _launch(program: Any, *tensors: Tensor) -> None:
     """Runs a program on dense tensors of one size, cut into lines of one load each."""
     if tensors[0].numel():
         line = line_of(tensors[0])
         parameters = (line, dtype_name("swiglu", tensors[0]))
         launch(program, dialect_of(tensors[0]), parameters, *(x.view(-1, line) for x in tensors))
-
-
-NAMESPACE = "touchstone_tilelang"
 
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu", mutates_args=())

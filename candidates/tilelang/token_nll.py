@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from candidates.tilelang.dialect import dense, dialect_of, dtype_name, launch, launches_of
-from candidates.tilelang.swiglu import line_of
+from candidates.tilelang.dialect import (
+    NAMESPACE,
+    dense,
+    dialect_of,
+    dtype_name,
+    launch,
+    launches_of,
+    line_of,
+)
 from candidates.tilelang.token_nll_kernels import loss_and_gradients, scaled
 
 NO_TARGET = -100
-NAMESPACE = "touchstone_tilelang"
 
 
 @torch.library.custom_op(f"{NAMESPACE}::token_nll", mutates_args=())

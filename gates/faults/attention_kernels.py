@@ -31,12 +31,13 @@ def right_values(q, k, v, may_see):
     return o.transpose(1, 2).to(q.dtype)
 
 
-def wide_gradients(q, k, v, may_see, do):
-    """dq, dk, dv [B, N, T, H] in float32, of every query head."""
+def wide_gradients(q, k, v, may_see, do, delta=None):
+    """dq, dk, dv [B, N, T, H] in float32, of every query head; `delta` is sum(dp p) over keys."""
     group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
     p, do_ = weights_of(q, k, may_see), heads_first(do)
     dp = do_ @ heads_first(v, group).mT
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+    delta = (dp * p).sum(-1, keepdim=True) if delta is None else delta
+    ds = p * (dp - delta) * scale
     return ds @ heads_first(k, group), ds.mT @ heads_first(q), p.mT @ do_
 
 

@@ -1,9 +1,19 @@
-"""The TileLang rope, swiglu, linear and token_nll: right, torch operators, with named limits."""
+"""The TileLang operators but attention: right, operators of torch, with named limits."""
 
 import pytest
 import torch
 
-from candidates.tilelang import ROLES, linear, matrix, rope, swiglu, token_nll, token_nll_kernels
+from candidates.tilelang import (
+    ROLES,
+    dialect,
+    linear,
+    matrix,
+    rms_norm,
+    rope,
+    swiglu,
+    token_nll,
+    token_nll_kernels,
+)
 from reference import loss, ops
 
 I, O, V, D = 7, 9, 11, 8  # noqa: E741  few static widths: each costs seconds to compile
@@ -19,6 +29,11 @@ def rope_inputs(dtype):
 
 
 CASES = {
+    "rms_norm": (ops.rms_norm, lambda dtype: (
+        normal(3, 5, D, dtype=dtype), normal(D, dtype=dtype), 1e-6)),
+    "add_rms_norm": (ops.add_rms_norm, lambda dtype: (
+        normal(3, 5, D, dtype=dtype), normal(5, 3, D, dtype=dtype).transpose(0, 1),
+        normal(D, dtype=dtype), 1e-6)),
     "rope": (ops.rope, rope_inputs),
     "swiglu": (ops.swiglu, lambda dtype: (
         normal(5, 7, dtype=dtype), 3 * normal(7, 5, dtype=dtype).T)),
@@ -59,6 +74,8 @@ def test_outputs_and_gradients_are_about_as_near_the_oracle_as_plain_torch(name,
 
 
 OPERATORS = {
+    "rms_norm": (rms_norm._rms_norm, lambda: (normal(5, D), normal(D), 1e-6)),
+    "add_rms_norm": (rms_norm._add_rms_norm, lambda: (normal(5, D), normal(5, D), normal(D), 1e-6)),
     "rope": (rope._rope, lambda: rope_inputs(torch.float32)),
     "swiglu": (swiglu._swiglu, lambda: (normal(5, 7), normal(5, 7))),
     "linear": (linear._linear, lambda: (normal(3, I), normal(O, I), normal(O))),
@@ -76,8 +93,18 @@ def test_torch_finds_schema_fake_kernel_and_gradient_in_order(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_torch_compile_takes_the_role_whole(name):
+    inputs = CASES[name][1](torch.float32)
+    whole = torch.compile(ROLES[name], backend="aot_eager", fullgraph=True)
+    for got, want in zip(run(whole, inputs), run(ROLES[name], inputs), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_an_empty_input_gives_an_empty_output_and_zero_gradients(name):
     inputs = {
+        "rms_norm": lambda: (normal(2, 0, D), normal(D), 1e-6),
+        "add_rms_norm": lambda: (normal(0, D), normal(0, D), normal(D), 1e-6),
         "rope": lambda: (normal(2, 0, 4, 6), normal(2, 0, 2, 6), torch.zeros(2, 0).long(), 1e4),
         "swiglu": lambda: (normal(0, 5), normal(0, 5)),
         "linear": lambda: (normal(0, I), normal(O, I), normal(O)),
@@ -87,6 +114,11 @@ def test_an_empty_input_gives_an_empty_output_and_zero_gradients(name):
 
 
 LIMITS = {
+    "rms_norm, gain": ("weight must be", "rms_norm", lambda: (normal(2, D), normal(D + 1), 1e-6)),
+    "rms_norm, width": ("1 to 16384", "rms_norm", lambda: (
+        normal(1, 16385), normal(16385), 1e-6)),
+    "add_rms_norm, residual": ("residual must be", "add_rms_norm", lambda: (
+        normal(2, D), normal(1, D), normal(D), 1e-6)),
     "rope, odd width": ("even", "rope", lambda: (
         normal(1, 2, 1, 5), normal(1, 2, 1, 5), torch.zeros(1, 2).long(), 1e4)),
     "rope, int32 positions": ("int64", "rope", lambda: (
@@ -114,6 +146,12 @@ def test_a_limit_is_named(limit):
     message, name, make = LIMITS[limit]
     with pytest.raises(ValueError, match=message):
         ROLES[name](*make())
+
+
+def test_more_loads_than_32_bits_count_are_a_value_error():
+    x = torch.zeros(1).expand(2**31)
+    with pytest.raises(ValueError, match="split the tensor"):
+        dialect.line_of(x)
 
 
 def test_the_loss_in_chunks_is_the_loss_at_once(monkeypatch):

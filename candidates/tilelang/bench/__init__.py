@@ -1,1 +1,1 @@
-"""The operators beside their peers and the machine's limits: `python -m candidates.tilelang.bench`."""
+"""`python -m candidates.tilelang.bench`: the operators beside their peers and the machine."""

@@ -47,11 +47,6 @@ class Row:
     of_limit: float
     memory_gib: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def fastest_peer(self) -> str | None:
-        peers = {n: ms for n, ms in self.milliseconds.items() if n not in (OURS, "three products")}
-        return min(peers, key=lambda name: peers[name]) if peers else None
-
 
 def limits(rounds: int) -> Limits:
     """A copy of 2 GiB, and a product of two 8192 x 8192 bf16 matrices."""
