@@ -67,7 +67,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """W <- W + alpha / rank * B A, in place; returns `model` without adapters, trained whole again.
 
     The sum is rounded to W's dtype. Raises ValueError for a model without adapters, or where a
-    merged weight is not finite.
+    merged weight is not finite; the matrices before that one are merged by then.
     """
     for name, adapted in _adapted(model):
         adapted.merge(safe_merge=True)
@@ -134,6 +134,16 @@ def load_adapters(model: nn.Module, directory: Path | str) -> nn.Module:
     return model
 
 
+def adapter_fields(model: nn.Module) -> dict[str, Any] | None:
+    """What add_adapters was given: rank, alpha and the sorted targets; None without adapters."""
+    chosen: Any = getattr(model, "peft_config", None)
+    if not chosen:
+        return None
+    config = chosen["default"]
+    targets = sorted(config.target_modules)
+    return {"rank": config.r, "alpha": config.lora_alpha, "targets": targets}
+
+
 def _lora_config(model: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> Any:
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"the rank must be a whole number of at least 1, got {rank!r}")
@@ -167,9 +177,8 @@ def _shapes(model: nn.Module, rank: int, targets: Sequence[str]) -> dict[str, tu
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
-    from peft.tuners.lora import LoraLayer
-
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+    adapter_class = _peft().tuners.lora.LoraLayer
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, adapter_class)]
     if not found:
         raise ValueError("the model has no adapters; add_adapters or load_adapters makes them")
     return found

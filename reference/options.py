@@ -17,9 +17,12 @@ def whole_number(text: str) -> int:
 def device(text: str) -> torch.device:
     """A device that a tensor can be put on here; ArgumentTypeError otherwise."""
     try:
-        return torch.empty(0, device=text).device
+        found = torch.empty(0, device=text).device
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {error}") from None
+    if found.type == "meta":
+        raise argparse.ArgumentTypeError("'meta' holds no numbers; name a device that computes")
+    return found
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

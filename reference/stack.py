@@ -3,6 +3,7 @@
 The signatures of these functions are the signatures of the roles.
 """
 
+from reference.checkpoint import load, save
 from reference.data.batches import batches, shuffle
 from reference.data.labels import make_labels
 from reference.data.pack import pack
@@ -49,6 +50,8 @@ TRAINING = {
     "update_window": update_window,
     "train": train,
     "evaluate": evaluate,
+    "save": save,
+    "load": load,
 }
 DATA = {"make_labels": make_labels, "pack": pack, "shuffle": shuffle, "batches": batches}
 LEDGER = {

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from reference.optimizer import AdamState
+from reference.resume import Checkpoints, Keeper
 from reference.update import Counters, TrainState, UpdateRecord, UpdateSettings
 from reference.window import Window
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The trained model, one record a window in order, the last counters, the optimizer state."""
+    """The trained model, one record a window in order, the last counters, the optimizer state.
+
+    records: of a resumed run, from the next window on. stopped: `Checkpoints.stop` ended it.
+    """
 
     model: nn.Module
     records: list[UpdateRecord]
     counters: Counters
     optimizer_state: dict[nn.Parameter, AdamState]
+    stopped: bool = False
 
 
 def train(
@@ -40,6 +45,7 @@ def train(
     total_tokens: int | None = None,
     last_window: str = "overshoot",
     progress: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> TrainResult:
     """Builds the model of `config` and applies every window to it with `stack.update_window`.
 
@@ -50,9 +56,13 @@ def train(
     last_window: what to do when the last window holds more targets than are left: "trim" drops
     the later ones, so exactly total_tokens are applied; "overshoot" applies them all.
     progress: a bar on standard error, if that is a terminal.
+    checkpoints: where the run is kept, and whether it goes on from there. What was saved takes the
+    place of the model's values, of torch's generators and of the windows' position; the rest of
+    the run is bit for bit that of a run that was never stopped. An update that was not finished
+    starts again from its first microbatch.
 
-    Raises ValueError for an unknown `last_window`, for total_tokens < 1, and when the windows end
-    before total_tokens (a run that is short must not look finished).
+    Raises ValueError for an unknown `last_window`, for total_tokens < 1, when the windows end
+    before total_tokens (a run that is short must not look finished), and as Keeper does.
     """
     if last_window not in ("trim", "overshoot"):
         raise ValueError(f'last_window must be "trim" or "overshoot", got {last_window!r}')
@@ -60,13 +70,19 @@ def train(
         raise ValueError(f"total_tokens must be >= 1 or None, got {total_tokens}")
     model = initial_model(config, stack, seed, device)
     training = TrainState(model, stack.param_groups(model, settings.weight_decay))
+    keeper = checkpoints and Keeper(checkpoints, training, settings, windows, stack)
     records: list[UpdateRecord] = []
-    with _progress_bar(windows, progress) as advance:
-        for window in _until(windows, training, total_tokens, last_window):
-            record = stack.update_window(training, window.to(device), stack, settings)
+    stopped = False
+    with keeper or nullcontext(), _progress_bar(windows, progress) as advance:
+        source, watched = (keeper.begin(), keeper.stack) if keeper else (windows, stack)
+        for window in _until(source, training, total_tokens, last_window):
+            record = stack.update_window(training, window.to(device), watched, settings)
             records.append(record)
             advance(record)
-    return TrainResult(model, records, training.counters, training.optimizer_state)
+            if keeper and keeper.after_window():
+                stopped = True
+                break
+    return TrainResult(model, records, training.counters, training.optimizer_state, stopped)
 
 
 def initial_model(
@@ -89,16 +105,17 @@ def _until(
     if total_tokens is None:
         yield from windows
         return
-    for window in windows:
-        remaining = total_tokens - training.counters.tokens_updated
+    source = iter(windows)
+    while (done := training.counters.tokens_updated) < total_tokens:
+        window = next(source, None)
+        if window is None:
+            raise ValueError(
+                f"the windows ended after {done} applied targets, before total_tokens = "
+                f"{total_tokens}; give more windows or ask for fewer tokens"
+            )
+        remaining = total_tokens - done
         is_too_long = window.num_targets > remaining
         yield window.trim(remaining) if is_too_long and last_window == "trim" else window
-        if training.counters.tokens_updated >= total_tokens:
-            return
-    raise ValueError(
-        f"the windows ended after {training.counters.tokens_updated} applied targets, before "
-        f"total_tokens = {total_tokens}; give more windows or ask for fewer tokens"
-    )
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from reference import replay_command
+from reference.checkpoint.commit import latest
 from reference.config import PRESETS, ModelConfig, preset
 from reference.data.json_tokenizer import JsonTokenizer
 from reference.data.tokenizer import ByteTokenizer
@@ -26,8 +28,11 @@ from reference.data.training_text import (
 from reference.evaluate import bits_per_byte
 from reference.hf.folder import refuse_content
 from reference.hf.start import start_from
+from reference.identity import identity_of
+from reference.interruption import STOPPED, signals_asked_to_wait
 from reference.lora import PROJECTIONS
 from reference.options import COMPUTE_DTYPES, add_model_options, whole_number
+from reference.resume import Checkpoints
 from reference.schedule import Schedule
 from reference.train import TrainResult, initial_model, train
 from reference.update import UpdateSettings
@@ -35,6 +40,7 @@ from reference.update import UpdateSettings
 DEFAULT_PRESET = "bytes-0.09m"
 DEFAULT_ROW_TOKENS, DEFAULT_CORPUS_BYTES = 128, 2_000_000
 RANDOM_START_RATE, OPEN_WEIGHTS_RATE, ADAPTERS_RATE = 6e-3, 1e-4, 1e-3
+DEFAULT_CHECKPOINT_EVERY = 100
 CORPORA = ("language", "python-docs")
 
 
@@ -50,19 +56,32 @@ class _Start:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train; print the held-out loss before and after. SystemExit with 2 for bad input."""
+    """Train; print the held-out loss before and after. SystemExit with 2 for bad input.
+
+    Returns 0; `STOPPED` for a run that a signal stopped and that can be resumed; 130 for one that
+    was interrupted and cannot; 1 if a checkpoint could not be written.
+    """
     from reference.stack import ROLES  # which imports reference.train
 
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] == "replay":
+        return replay_command.main(given[1:])
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     stack = SimpleNamespace(**ROLES)
+    torch.manual_seed(options.seed)  # torch gives every process another one
     try:
         _check(options)
         start = _start(options, stack)
         text = _text(options, start)
-        print(f"before: {_score(stack, start.model, text, options.device)}", flush=True)
-        result = _train(options, stack, start, text)
+        if not _announce_resume(options):
+            print(f"before: {_score(stack, start.model, text, options.device)}", flush=True)
+        result, signal_name = _train(options, stack, start, text)
         counters = result.counters
+        if result.stopped:
+            print(f"{signal_name}: stopped after {counters.optimizer_steps} updates, which are "
+                  f"kept in {options.checkpoints}; go on with --resume")  # fmt: skip
+            return STOPPED
         print(
             f"{counters.optimizer_steps} updates, {counters.tokens_updated:,} tokens; "
             f"{_score(stack, result.model, text, options.device)}{text.remark}"
@@ -70,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _keep(options, stack, result.model, start.tokenizer)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the model was not kept", file=sys.stderr)
         return 130
@@ -84,6 +106,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--save-adapters needs --lora-rank")
     if options.lora_alpha is not None and not options.lora_rank:
         raise ValueError("--lora-alpha needs --lora-rank")
+    if not options.checkpoints and (options.resume or options.checkpoint_every):
+        raise ValueError("--resume and --checkpoint-every need --checkpoints")
+    if options.checkpoints and not options.resume and (newest := latest(options.checkpoints)):
+        raise ValueError(f"{newest} is there already; --resume it or choose another directory")
+    if options.export and options.export == options.save_adapters:
+        raise ValueError("--export and --save-adapters write two folders; name two")
     for directory in (options.export, options.save_adapters):
         if directory:
             refuse_content(directory)
@@ -131,17 +159,44 @@ def _text(options: argparse.Namespace, start: _Start) -> TrainingText:
     return text
 
 
+def _announce_resume(options: argparse.Namespace) -> bool:
+    """Says where a resumed run begins; False if it begins at the start."""
+    if not options.resume:
+        return False
+    newest = latest(options.checkpoints)
+    if newest is None:
+        print(f"nothing to resume in {options.checkpoints}; starting", flush=True)
+        return False
+    print(f"resuming from {newest}", flush=True)
+    return True
+
+
 def _train(
     options: argparse.Namespace, stack: Any, start: _Start, text: TrainingText
-) -> TrainResult:
+) -> tuple[TrainResult, str | None]:
+    """The result, and the name of the signal that stopped the run."""
     windows = text.windows(options.seed, options.updates)
     total = sum(window.num_targets for window in windows)
     schedule = Schedule(start.learning_rate, total, total // 20, total // 4, 0.1)
     going_on = SimpleNamespace(**{**vars(stack), "build_model": lambda config, stack: start.model})
-    return train(
-        start.config, going_on, windows, UpdateSettings(schedule), options.seed, options.device,
-        progress=True,
-    )  # fmt: skip
+    settings = UpdateSettings(schedule)
+    if not options.checkpoints:
+        return train(
+            start.config, going_on, windows, settings, options.seed, options.device, progress=True
+        ), None
+    with signals_asked_to_wait() as interruption:
+        checkpoints = Checkpoints(
+            options.checkpoints,
+            options.checkpoint_every or DEFAULT_CHECKPOINT_EVERY,
+            resume=options.resume,
+            identity=identity_of(text, start.tokenizer),
+            stop=interruption.has_come,
+        )
+        result = train(
+            start.config, going_on, windows, settings, options.seed, options.device, progress=True,
+            checkpoints=checkpoints,
+        )  # fmt: skip
+        return result, interruption.name
 
 
 def _score(stack: Any, model: nn.Module, text: TrainingText, device: torch.device) -> str:
@@ -190,5 +245,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the parameters and the order")
     add("--export", type=Path, metavar="DIR", help="write the model as transformers reads it")
     add("--save-adapters", type=Path, metavar="DIR", help="write the adapters alone")
+    add("--checkpoints", type=Path, metavar="DIR",
+        help="keep the run there, at its end and when SIGTERM or SIGINT stops it, which it does "
+        f"after the update that is going on, with exit status {STOPPED}; a second signal stops at "
+        "once. The first update that is not finite, or outlying, is kept as DIR/anomaly-N, for "
+        "python -m reference.train replay DIR/anomaly-N")  # fmt: skip
+    add("--checkpoint-every", type=whole_number, metavar="N",
+        help=f"updates between two checkpoints ({DEFAULT_CHECKPOINT_EVERY})")  # fmt: skip
+    add("--resume", action="store_true",
+        help="go on from the newest checkpoint in DIR; without one, start")  # fmt: skip
     add_model_options(parser)
     return parser

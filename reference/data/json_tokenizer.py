@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reference.config import DecoderConfig
+from reference.data.tokenizer import ids_of_one_document
 
 
 class JsonTokenizer:
@@ -85,16 +86,8 @@ class JsonTokenizer:
         Raises ValueError for tokens that are not [n] integers, an id that is no token, or an EOS
         before the end: that is more than one document.
         """
-        if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
-            raise ValueError(
-                f"tokens must be one row of integers, got {tokens.dtype} {tuple(tokens.shape)}"
-            )
-        values: list[int] = tokens.tolist()
-        if values and values[-1] == self.eos:
-            values.pop()
+        values = ids_of_one_document(tokens, self.eos)
         for place, value in enumerate(values):
-            if value == self.eos:
-                raise ValueError(f"token {place} is EOS, before the end; decode one document")
             if value < 0 or self._tokenizer.id_to_token(value) is None:
                 raise ValueError(
                     f"token {place} is {value}; the vocabulary is 0..{self.vocabulary_size - 1}"

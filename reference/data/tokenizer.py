@@ -34,16 +34,8 @@ class ByteTokenizer:
         Raises ValueError for tokens that are not [n] integers, a token outside 0..256, or an EOS
         before the end: that is more than one document.
         """
-        if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
-            raise ValueError(
-                f"tokens must be one row of integers, got {tokens.dtype} {tuple(tokens.shape)}"
-            )
-        values: list[int] = tokens.tolist()
-        if values and values[-1] == self.eos:
-            values.pop()
+        values = ids_of_one_document(tokens, self.eos)
         for place, value in enumerate(values):
-            if value == self.eos:
-                raise ValueError(f"token {place} is EOS, before the end; decode one document")
             if not 0 <= value < self.eos:
                 raise ValueError(f"token {place} is {value}; byte tokens are 0..{self.eos}")
         return bytes(values)
@@ -61,6 +53,23 @@ class ByteTokenizer:
         tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])  # gets 256
         text: str = tokenizer.to_str()
         return text.encode("utf-8")
+
+
+def ids_of_one_document(tokens: Tensor, eos: int) -> list[int]:
+    """The ids [n] without an EOS at their end.
+
+    Raises ValueError for tokens that are not [n] integers, and for an EOS before the end.
+    """
+    if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
+        raise ValueError(
+            f"tokens must be one row of integers, got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    values: list[int] = tokens.tolist()
+    if values and values[-1] == eos:
+        values.pop()
+    if eos in values:
+        raise ValueError(f"token {values.index(eos)} is EOS, before the end; decode one document")
+    return values
 
 
 def _letters_of_bytes() -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, count, islice
 from math import log
 from typing import Protocol
@@ -51,22 +53,104 @@ class TrainingText:
         return _windows(self.held_out, torch.arange(self.held_out.num_rows))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Windows:
-    """Windows that can be gone through again and again, always the same."""
+    """Windows that can be gone through again and again, always the same; they know where they are.
+
+    Every pass begins at the first window, or where the state given to `load_state_dict` stands.
+    """
 
     rows: Rows
     seed: int
     num_updates: int
+    rows_per_microbatch: int = ROWS_PER_MICROBATCH
+    microbatches_per_window: int = MICROBATCHES_PER_WINDOW
+    _first: int = field(default=0, init=False)
+    _next: int = field(default=0, init=False)
 
     def __len__(self) -> int:
-        return self.num_updates
+        """Windows of a pass."""
+        return self.num_updates - self._first
 
     def __iter__(self) -> Iterator[Window]:
-        epochs = (
-            _windows(self.rows, shuffle(self.rows.num_rows, self.seed, epoch)) for epoch in count()
-        )
-        return islice(chain.from_iterable(epochs), self.num_updates)
+        self._next = self._first
+        return self._pass()
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The next window that the newest pass has not handed out, and of which rows.
+
+        epoch and window count from 0; behind an epoch's last window stands the next epoch's first.
+        """
+        epoch, window = divmod(self._next, self.windows_per_epoch)
+        return {"epoch": epoch, "window": window, **self._rows_state()}
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """The next pass begins at the window that `state` names.
+
+        Raises ValueError, and stays as it was, for other rows, another seed or size of a window,
+        and for a place that is not there.
+        """
+        own = self._rows_state()
+        if state.keys() != {"epoch", "window", *own}:
+            raise ValueError(f"a position has epoch, window, {', '.join(own)}; got {state}")
+        wrong = [
+            f"{name} {state[name]}, here {own[name]}" for name in own if own[name] != state[name]
+        ]
+        if wrong:
+            raise ValueError(f"the position belongs to other windows: {'; '.join(wrong)}")
+        epoch, window = state["epoch"], state["window"]
+        if type(epoch) is not int or type(window) is not int:
+            raise ValueError(f"epoch and window must be whole numbers, got {epoch!r}, {window!r}")
+        place = epoch * self.windows_per_epoch + window
+        if epoch < 0 or not 0 <= window < self.windows_per_epoch or place > self.num_updates:
+            raise ValueError(
+                f"no window {window} of epoch {epoch}: an epoch has {self.windows_per_epoch}, and "
+                f"{self.num_updates} are asked for"
+            )
+        self._first = self._next = place
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Also counts a last window that is not full."""
+        return -(-self.rows.num_rows // (self.rows_per_microbatch * self.microbatches_per_window))
+
+    @cached_property
+    def rows_sha256(self) -> str:
+        """As the function."""
+        return rows_sha256(self.rows)
+
+    def _rows_state(self) -> dict[str, int | str]:
+        return {
+            "seed": self.seed,
+            "rows_per_microbatch": self.rows_per_microbatch,
+            "microbatches_per_window": self.microbatches_per_window,
+            "num_rows": self.rows.num_rows,
+            "rows_sha256": self.rows_sha256,
+        }
+
+    def _pass(self) -> Iterator[Window]:
+        for place, window in enumerate(self._from(self._first), self._first + 1):
+            self._next = place
+            yield window
+
+    def _from(self, first: int) -> Iterator[Window]:
+        """The windows from number `first` on, without making those before it."""
+        epoch, window = divmod(first, self.windows_per_epoch)
+        num_rows_done = window * self.rows_per_microbatch * self.microbatches_per_window
+        begun = shuffle(self.rows.num_rows, self.seed, epoch)[num_rows_done:]
+        orders = (shuffle(self.rows.num_rows, self.seed, later) for later in count(epoch + 1))
+        sizes = (self.rows_per_microbatch, self.microbatches_per_window)
+        epochs = (_windows(self.rows, order, *sizes) for order in chain([begun], orders))
+        return islice(chain.from_iterable(epochs), self.num_updates - first)
+
+
+def rows_sha256(rows: Rows) -> str:
+    """Of the rows' tokens, documents and positions, in hexadecimal."""
+    hashed = hashlib.sha256()
+    for part in (rows.tokens, rows.documents, rows.positions):
+        hashed.update(f"{part.dtype} {tuple(part.shape)} ".encode())
+        hashed.update(part.contiguous().numpy().data)
+    return hashed.hexdigest()
 
 
 def language_text(tokenizer: Tokenizer, row_tokens: int | None, seed: int) -> TrainingText:
@@ -105,5 +189,11 @@ def python_text(tokenizer: Tokenizer, row_tokens: int, max_bytes: int) -> Traini
     )
 
 
-def _windows(rows: Rows, order: Tensor) -> Iterator[Window]:
-    return batches(rows, order, make_labels, "inside", ROWS_PER_MICROBATCH, MICROBATCHES_PER_WINDOW)
+def _windows(
+    rows: Rows,
+    order: Tensor,
+    rows_per_microbatch: int = ROWS_PER_MICROBATCH,
+    microbatches_per_window: int = MICROBATCHES_PER_WINDOW,
+) -> Iterator[Window]:
+    sizes = (rows_per_microbatch, microbatches_per_window)
+    return batches(rows, order, make_labels, "inside", *sizes)

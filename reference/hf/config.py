@@ -75,6 +75,10 @@ def decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     missing = [name for name in _SIZES if fields.get(name) is None]
     if missing:
         raise ValueError(f"config.json has no {', '.join(missing)}; the sizes must be there")
+    for name in _SIZES:
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise ValueError(f"config.json has {name} {fields[name]!r}; it must be a whole number "
+                             f"of at least 1")  # fmt: skip
     num_query_heads = fields["num_attention_heads"]
     return DecoderConfig(
         vocabulary_size=fields["vocab_size"],
@@ -164,6 +168,8 @@ def _rope_theta(fields: Mapping[str, Any]) -> Any:
     found = [fields["rope_theta"]] if fields.get("rope_theta") is not None else []
     for name in ("rope_parameters", "rope_scaling"):
         rope = fields.get(name) or {}
+        if not isinstance(rope, dict):
+            raise _refusal(name, rope, "an object with a rope_theta")
         kind = rope.get("rope_type", rope.get("type", "default"))
         others = {
             key: value

@@ -5,10 +5,14 @@ those weights as float32 numbers, not the ones that were published: good for con
 for comparing implementations, not for quoting the model's quality.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import io
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +101,29 @@ def _convert(source: Path, directory: Path) -> None:
             f"converting {source.name} needs transformers and gguf: {error}; pip install them"
         ) from error
     place: dict[str, Any] = {"gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **place)
+    with _progress_on_a_terminal_only():
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **place)
     fields = model.config.to_dict()
     fields.pop("quantization_config")  # of the file; the tensors are float32 by now
     fields = hf_config(decoder_config(fields), torch.float32, fields["eos_token_id"])
     tensors = {
         name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
     }
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **place)
+    with _progress_on_a_terminal_only():
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **place)
     _split_digits(tokenizer, source)
     tokenizer_json = tokenizer.backend_tokenizer.to_str(pretty=False).encode("utf-8")
     write_checkpoint(directory, fields, tensors, tokenizer_json=tokenizer_json)
+
+
+@contextlib.contextmanager
+def _progress_on_a_terminal_only() -> Iterator[None]:
+    """In a log the loader's progress bars, which cannot be switched off, would be many lines."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def _split_digits(tokenizer: Any, source: Path) -> None:

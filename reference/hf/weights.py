@@ -48,7 +48,7 @@ def load_pretrained(
     Raises ValueError before any weight is read: config.json asks for what the reference does not
     implement (`decoder_config`); a tensor is missing, unexpected, of another shape or no float; a
     file is missing or damaged. And, on the way, for a tied model whose stored head is not the
-    embedding.
+    embedding, and for a `build_model` with buffers of its own, which are not in the files.
     """
     directory = Path(directory)
     config = decoder_config(read_json(directory / "config.json"))
@@ -68,6 +68,9 @@ def load_pretrained(
     if config.tied_head:
         state[HEAD] = state[EMBEDDING]
     model.load_state_dict(state, assign=True)
+    left_empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if left_empty:
+        raise ValueError(f"the model has buffers that no file holds: {_some(left_empty)}")
     if config.tied_head and HEAD in stored:
         _require_the_same(stored[hf_name(EMBEDDING)], stored[HEAD])
     return model
@@ -85,8 +88,8 @@ def save_pretrained(
     A tied head is stored once, as the embedding. `directory` appears when it is whole.
 
     Raises ValueError for a model of another family, with other tensors than its configuration has
-    (merge adapters first), of several dtypes, or whose head should be tied and differs; and if
-    `directory` has content.
+    (merge adapters first), of several dtypes, or whose head should be tied and differs; for a
+    tokenizer that cannot be read or does not have eos_token_id; and if `directory` has content.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
@@ -124,22 +127,33 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer_json: bytes | None = None,
 ) -> None:
-    """config.json, safetensors files and the tokenizer's files into an existing folder."""
+    """config.json, safetensors files and the tokenizer's files into an existing folder.
+
+    Raises ValueError, before anything is written, for a tokenizer that cannot be read or whose
+    vocabulary does not have the eos_token_id of `fields`.
+    """
+    of_tokenizer = None if tokenizer_json is None else _tokenizer_fields(tokenizer_json, fields)
     write_json(directory / "config.json", fields)
     write_shards(directory, tensors, max_shard_bytes)
     for file in directory.glob("*.safetensors"):  # which the library makes private to the user
         shutil.copymode(directory / "config.json", file)
-    if tokenizer_json is not None:
+    if tokenizer_json is not None and of_tokenizer is not None:
         (directory / "tokenizer.json").write_bytes(tokenizer_json)
-        write_json(directory / "tokenizer_config.json", _tokenizer_fields(tokenizer_json, fields))
+        write_json(directory / "tokenizer_config.json", of_tokenizer)
 
 
 def _tokenizer_fields(tokenizer_json: bytes, fields: Mapping[str, Any]) -> dict[str, Any]:
     """What AutoTokenizer would not know from tokenizer.json: what ends a document."""
     from tokenizers import Tokenizer
 
+    try:
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"cannot read the tokenizer's json: {error}") from error
     eos = fields["eos_token_id"]
-    spelling = None if eos is None else Tokenizer.from_buffer(tokenizer_json).id_to_token(eos)
+    spelling = None if eos is None else tokenizer.id_to_token(eos)
+    if eos is not None and spelling is None:
+        raise ValueError(f"eos_token_id {eos} is not in the tokenizer's vocabulary")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": spelling,

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from harness.compare import (
+    PIECE,
     error_ratio,
     max_abs_error,
     max_error_ratio,
+    place,
     relative_error,
     rounding_floor,
     sign_bias,
@@ -22,6 +24,26 @@ def test_relative_error_is_the_norm_of_the_difference_over_that_of_the_wanted():
     assert relative_error(ONE.clone(), ONE) == 0.0
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
     assert relative_error(ONE, torch.zeros(2)) == float("inf")
+
+
+def test_relative_error_sees_the_last_element_of_more_than_one_piece():
+    want = torch.ones(2, PIECE + 1).T  # which is not contiguous
+    got = want.clone()
+    got[-1, -1] = 2.0
+    assert relative_error(got, want) == pytest.approx((2 * PIECE + 2) ** -0.5)
+    got[-1, -1] = float("nan")
+    assert not relative_error(got, want) <= 1e300
+
+
+def test_tensors_are_compared_where_both_are_if_float64_is_there():
+    there = torch.empty(2, device="meta")  # a device of which nothing is known
+    for tensors in ((ONE, ONE), (there, there), (ONE, there)):
+        assert place(*tensors) == torch.device("cpu")
+    if torch.cuda.is_available():
+        on_gpu = ONE.cuda()
+        assert place(on_gpu, on_gpu).type == "cuda"
+        assert place(on_gpu, ONE).type == "cpu"
+        assert relative_error(on_gpu * 2, on_gpu) == relative_error(on_gpu * 2, ONE) == 1.0
 
 
 def test_max_abs_error_sees_one_wrong_element():

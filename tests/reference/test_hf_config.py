@@ -137,6 +137,19 @@ def test_sizes_are_not_guessed(field):
         decoder_config(fields)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_attention_heads", 0), ("hidden_size", "896"), ("vocab_size", 1.5)]
+)
+def test_sizes_that_are_no_counts_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} {value!r}; it must be a whole number"):
+        decoder_config({**QWEN, field: value})
+
+
+def test_rope_that_is_no_object_is_refused():
+    with pytest.raises(ValueError, match="rope_scaling 'linear'"):
+        decoder_config({**QWEN, "rope_scaling": "linear"})
+
+
 def test_an_odd_head_width_is_refused():
     with pytest.raises(ValueError, match="head_width must be even"):
         decoder_config({**QWEN, "head_dim": 63})

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from reference.config import DecoderConfig
+from reference.data.tokenizer import ByteTokenizer
 from reference.hf import weights
 from reference.hf.shards import INDEX, WHOLE, stored_tensors
 from reference.hf.weights import load_pretrained, save_pretrained
@@ -173,6 +174,19 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path, missing):
         load_pretrained(tmp_path / "out", STACK)
 
 
+def test_a_model_with_buffers_that_no_file_holds_is_refused(tmp_path):
+    save_pretrained(random_model(), tmp_path / "out")
+
+    def build_model(config, stack):
+        model = STACK.build_model(config, stack)
+        model.register_buffer("angles", torch.ones(6), persistent=False)
+        return model
+
+    stack = SimpleNamespace(**{**ROLES, "build_model": build_model})
+    with pytest.raises(ValueError, match="buffers that no file holds: angles"):
+        load_pretrained(tmp_path / "out", stack)
+
+
 def test_the_configuration_is_judged_before_the_files_are_looked_at(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ValueError, match="model_type 'mamba'"):
@@ -187,8 +201,12 @@ def test_a_folder_with_content_is_not_overwritten_and_a_failed_export_leaves_not
     with pytest.raises(ValueError, match="exists already"):
         save_pretrained(random_model(), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
-    with pytest.raises(Exception, match="EOF while parsing"):  # of the tokenizer, after the weights
-        save_pretrained(random_model(), tmp_path / "new", tokenizer_json=b"{", eos_token_id=1)
+    for tokenizer_json, message in (
+        (b"{", "cannot read the tokenizer's json"),
+        (ByteTokenizer().json_bytes, "eos_token_id 300 is not in the tokenizer's vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_pretrained(random_model(), tmp_path / "new", 2**30, tokenizer_json, 300)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

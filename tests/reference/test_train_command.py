@@ -23,14 +23,20 @@ SMALL = ["--corpus", "python-docs", "--corpus-bytes", "200000"]
         (["--updates", "1.5"], "'1.5' is no whole number"),
         (["--corpus", "tales"], "invalid choice"),
         (["--device", "abacus"], "'abacus' cannot be used here"),
+        (["--device", "meta"], "'meta' holds no numbers"),
         (["--preset", "chargpt-smoke"], "chargpt-smoke has 49 tokens and 32 positions"),
         (["--learning-rate", "-1"], "peak"),
         (["--init", "no-such-folder"], "no-such-folder holds no config.json"),
         (["--init", "package:tales"], "no weights are known in package 'tales'"),
         (["--init", "x", "--preset", "bytes-0.09m"], "leave --preset out"),
         (["--save-adapters", "x"], "--save-adapters needs --lora-rank"),
+        (["--lora-rank", "2", "--save-adapters", "x", "--export", "x"], "two folders"),
         (["--lora-alpha", "4"], "--lora-alpha needs --lora-rank"),
         (["--lora-rank", "2", "--lora-alpha", "0"], "alpha must be a finite number above 0"),
+        (["--resume"], "--resume and --checkpoint-every need --checkpoints"),
+        (["--checkpoint-every", "5"], "need --checkpoints"),
+        (["replay"], "the following arguments are required: DIR/anomaly-N"),
+        (["replay", "no-such-folder"], "cannot read no-such-folder"),
         (["--row-tokens", "2000"], "rows have 2000 tokens, the model 1024 positions"),
         (["--row-tokens", "20"], "tokens; a row of its own holds 1 to 21"),
         ([*SMALL[:2], "--corpus-bytes", "9"], "no document fits into max_bytes 9"),
@@ -65,6 +71,28 @@ def test_the_command_prints_the_held_out_loss_before_and_after(corpus, capsys):
         for line in (before, after)
     ]
     assert losses[0][0] > losses[1][0] and losses[0][1] > losses[1][1]
+
+
+def test_a_run_is_resumed_and_refused_where_it_is_another(tmp_path, capsys):
+    kept = [*SMALL, "--checkpoints", str(tmp_path), "--checkpoint-every", "2"]
+    assert main([*kept, "--updates", "3", "--resume"]) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert first[0] == f"nothing to resume in {tmp_path}; starting"
+    assert first[1].startswith("before: ") and first[2].startswith("3 updates, ")
+    assert main([*kept, "--updates", "3", "--resume"]) == 0
+    second = capsys.readouterr().out.splitlines()
+    assert second == [f"resuming from {tmp_path / 'step-00000003'}", first[2]]
+    for more, message in [
+        ([], "step-00000003 is there already; --resume it or choose another directory"),
+        (["--resume", "--updates", "4"], "schedule: "),
+        (["--resume", "--updates", "3", "--seed", "1"], "as saved and "),
+        (["--resume", "--updates", "3", "--compute-dtype", "bfloat16"], "compute_dtype"),
+        (["--resume", "--updates", "3", "--corpus-bytes", "150000"], "manifest"),
+        (["--resume", "--updates", "3", "--learning-rate", "0.1"], "schedule: peak is 0.006"),
+    ]:
+        with pytest.raises(SystemExit):
+            main([*kept, *more])
+        assert message in capsys.readouterr().err
 
 
 def documents_of(rows):

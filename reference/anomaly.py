@@ -1,0 +1,187 @@
+"""Updates that went wrong, kept with what is needed to run them again.
+
+An update is an anomaly when its loss or its gradient norm is not finite, when its gradient norm is
+more than 10 times the median of the last 50 updates, or when its loss is more than 1 nat per token
+above their median; the two medians are asked after 20 updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from reference.checkpoint.state import Snapshot, digests
+from reference.hf.folder import new_folder
+from reference.hf.shards import read_json, write_json
+from reference.update import TrainState, WindowStats
+from reference.window import Microbatch, Window
+
+NUM_REMEMBERED, NUM_NEEDED = 50, 20  # updates
+NORM_FACTOR, LOSS_RISE_NATS = 10.0, 1.0
+NOT_FINITE, OUTLYING = "not finite", "outlying"
+REPORT, WINDOW = "anomaly.json", "window.safetensors"
+_PARTS = ("input_ids", "labels", "positions", "documents")
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """What was seen: kind is `NOT_FINITE` or `OUTLYING`, reason a sentence."""
+
+    kind: str
+    reason: str
+    loss_nats: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a folder of `keep` says: the anomaly; config, settings and digests of the state before
+    the update, as in Snapshot; the window, on the CPU.
+    """
+
+    anomaly: Anomaly
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    digests: dict[str, str]
+    window: Window
+
+
+@dataclass
+class Rule:
+    """The rule above, with the losses and norms that it remembers. A resumed run starts anew."""
+
+    losses_nats: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+
+    def judge(self, loss_nats: float, grad_norm: float) -> Anomaly | None:
+        """The anomaly that these are, or None. They are remembered where they are finite."""
+        if not (math.isfinite(loss_nats) and math.isfinite(grad_norm)):
+            reason = f"loss {loss_nats} nats per token, gradient norm {grad_norm}"
+            return Anomaly(NOT_FINITE, reason, loss_nats, grad_norm)
+        reason = self._outlying(loss_nats, grad_norm)
+        self.losses_nats.append(loss_nats)
+        self.norms.append(grad_norm)
+        return Anomaly(OUTLYING, reason, loss_nats, grad_norm) if reason else None
+
+    def _outlying(self, loss_nats: float, grad_norm: float) -> str:
+        if len(self.norms) < NUM_NEEDED:
+            return ""
+        usual_norm, usual_loss_nats = median(self.norms), median(self.losses_nats)
+        if grad_norm > NORM_FACTOR * usual_norm:
+            return (
+                f"gradient norm {grad_norm:.4g}, {NORM_FACTOR:g} times the median {usual_norm:.4g}"
+            )
+        if loss_nats > usual_loss_nats + LOSS_RISE_NATS:
+            return (
+                f"loss {loss_nats:.4f} nats per token, {LOSS_RISE_NATS:g} above the median "
+                f"{usual_loss_nats:.4f}"
+            )
+        return ""
+
+
+class AnomalyWatch:
+    """A stack that behaves like `stack` and looks at each update between its gradient and its step.
+
+    There the loss and the norm are known and the state is still that from before: nothing is
+    copied unless the update is an anomaly. The first of each kind is kept, in
+    `directory`/anomaly-<updates applied before>, with `keep`; a folder that is there stays.
+
+    training: what the updates change. snapshot, random_state: what makes one of the state, and of
+    the generators, as they are. An update_window that does not call `accumulate` and
+    `clip_grad_norm` of the stack it is given is not watched.
+    """
+
+    def __init__(
+        self,
+        stack: Any,
+        training: TrainState,
+        directory: Path,
+        snapshot: Callable[[], Snapshot],
+        random_state: Callable[[], dict[str, Tensor]],
+    ) -> None:
+        self._stack, self._training, self._directory = stack, training, directory
+        self._snapshot, self._random_state = snapshot, random_state
+        self._rule, self._kinds_kept = Rule(), set[str]()
+        self._window: Window | None = None
+        self._loss_nats = math.nan
+        self._random: dict[str, Tensor] = {}
+
+    def __getattr__(self, role: str) -> Any:
+        return getattr(self._stack, role)
+
+    def accumulate(self, model: Any, window: Window, group: Any) -> WindowStats:
+        """As the stack's; the window, the random state before and the loss are remembered."""
+        self._window, self._random = window, self._random_state()
+        stats: WindowStats = self._stack.accumulate(model, window, group)
+        self._loss_nats = stats.nll_sum / stats.num_targets if stats.num_targets else math.nan
+        return stats
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, group: Any) -> Tensor:
+        """As the stack's; then the update is judged."""
+        norm: Tensor = self._stack.clip_grad_norm(parameters, max_norm, group)
+        anomaly = self._rule.judge(self._loss_nats, float(norm))
+        if anomaly and self._window and anomaly.kind not in self._kinds_kept:
+            self._kinds_kept.add(anomaly.kind)
+            step = self._training.counters.optimizer_steps
+            directory = self._directory / f"anomaly-{step:08d}"
+            if not directory.exists():
+                before = replace(self._snapshot(), random=self._random)
+                keep(directory, before, self._window, anomaly, self._stack.save)
+        return norm
+
+
+def keep(
+    directory: Path, before: Snapshot, window: Window, anomaly: Anomaly, save: Callable[..., Any]
+) -> None:
+    """Writes a checkpoint of the state before the update, the window, and what was seen.
+
+    `directory` appears when it is whole. Raises FolderTakenError if it has content, and as `save`.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"{index}.{part}": tensor.contiguous()
+        for index, microbatch in enumerate(window.to("cpu").microbatches)
+        for part in _PARTS
+        if (tensor := getattr(microbatch, part)) is not None
+    }
+    report = {
+        "kind": anomaly.kind,
+        "reason": anomaly.reason,
+        "loss_nats": repr(anomaly.loss_nats),  # JSON has no nan
+        "grad_norm": repr(anomaly.grad_norm),
+        "config": before.config,
+        "settings": before.settings,
+        "digests": digests(before),
+    }
+    with new_folder(directory) as temporary:
+        save(temporary, before, 1, 0)
+        save_file(tensors, temporary / WINDOW)
+        write_json(temporary / REPORT, report)
+
+
+def read(directory: Path) -> Kept:
+    """What `keep` wrote, but for the checkpoint; ValueError if `directory` is no kept anomaly."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    report = read_json(directory / REPORT)
+    try:
+        numbers = {name: float(report[name]) for name in ("loss_nats", "grad_norm")}
+        anomaly = Anomaly(report["kind"], report["reason"], **numbers)
+        tensors = load_file(directory / WINDOW)
+        microbatches = [
+            Microbatch(*(tensors.get(f"{index}.{part}") for part in _PARTS))  # type: ignore[arg-type]
+            for index in range(len({name.partition(".")[0] for name in tensors}))
+        ]
+        described = {part: dict(report[part]) for part in ("config", "settings", "digests")}
+        return Kept(anomaly, window=Window(tuple(microbatches)), **described)
+    except (KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
+        raise ValueError(f"{directory} is no kept anomaly: {error!r}") from error

@@ -1,0 +1,292 @@
+"""Snapshot: everything of a training run at one instant, copied."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reference.checkpoint.random_state import random_state, set_random_state
+from reference.checkpoint.tensors import layout_of, sha256, some, stream
+from reference.lora import adapter_fields
+from reference.optimizer import AdamState
+from reference.update import Counters, TrainState, UpdateSettings
+
+IDENTITY = ("manifest", "tokenizer", "code", "evaluation")
+Generators = Mapping[str, torch.Generator]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A training run between two updates. Nothing in it is shared with the run.
+
+    config: {"family": class name, its fields}; parameters: every parameter and persistent buffer
+    once; ties: {another name of a parameter: the name in `parameters`}; optimizer: by
+    parameter name, missing for one that was never updated; weight_decays: of every trained
+    parameter; settings: of the updates, schedule included; data: the position of the next window
+    that was not consumed; random: states of the generators, uint8, keyed "cpu", "cuda:0",
+    "generator:NAME"; identity: hashes of what the run was made from, None where not known;
+    world: {"world_size": 1, "mesh": None}; loss_scale: state of the loss scaler, if there is one.
+    """
+
+    config: Json
+    parameters: dict[str, Tensor]
+    ties: dict[str, str]
+    optimizer: dict[str, AdamState]
+    weight_decays: dict[str, float]
+    settings: Json
+    counters: Counters
+    data: Json
+    random: dict[str, Tensor]
+    identity: dict[str, str | None]
+    world: Json = field(default_factory=lambda: {"world_size": 1, "mesh": None})
+    loss_scale: Json | None = None
+
+
+def capture(
+    training: TrainState,
+    settings: UpdateSettings,
+    data_state: Json,
+    identity: Mapping[str, str | None],
+    generators: Generators | None = None,
+    loss_scale: Json | None = None,
+    on_device: bool = False,
+) -> Snapshot:
+    """A copy of everything that the next update depends on.
+
+    data_state: from the windows' `state_dict()`. identity: hashes under the keys of IDENTITY; a
+    missing key is None. generators: in use besides torch's global ones, by name. on_device: leave
+    the copies of parameters and moments where they are, which is quicker and takes as much memory
+    there again; otherwise they are on the CPU.
+
+    Raises ValueError for a model without a dataclass `config`, for two parameters that share
+    memory without being one, and for what JSON does not give back equal.
+    """
+    parameters, ties = named_tensors(training.model)
+    unknown = sorted(identity.keys() - set(IDENTITY))
+    if unknown:
+        raise ValueError(f"identity has the keys {', '.join(IDENTITY)}, got {unknown}")
+    names = _parameter_names(training)
+
+    def copied(tensor: Tensor) -> Tensor:
+        device = tensor.device if on_device else torch.device("cpu")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
+
+    return Snapshot(
+        config=model_config(training.model),
+        parameters={name: copied(tensor) for name, tensor in parameters.items()},
+        ties=ties,
+        optimizer={
+            names[parameter]: AdamState(
+                adam.step, copied(adam.first_moment), copied(adam.second_moment)
+            )
+            for parameter, adam in training.optimizer_state.items()
+        },
+        weight_decays=weight_decays(training),
+        settings=settings_fields(settings),
+        counters=training.counters,
+        data=_same_in_json("data_state", data_state),
+        random=random_state(_device(training.model), generators or {}),
+        identity={key: identity.get(key) for key in IDENTITY},
+        loss_scale=None if loss_scale is None else _same_in_json("loss_scale", loss_scale),
+    )
+
+
+def restore(snapshot: Snapshot, training: TrainState, generators: Generators | None = None) -> None:
+    """Puts `snapshot` into `training` and into the generators, torch's global ones included.
+
+    Values are copied into the parameters that are there, so ties and device stay. The data
+    position is the caller's: `windows.load_state_dict(snapshot.data)`.
+
+    Raises ValueError, before anything is changed, as restore_training does and for generators
+    other than those that were captured.
+    """
+    require_restorable(snapshot, training)
+    set_random_state(snapshot.random, _device(training.model), generators or {})
+    restore_training(snapshot, training)
+
+
+@torch.no_grad()
+def restore_training(snapshot: Snapshot, training: TrainState) -> None:
+    """Puts parameters, optimizer state and counters back; no generator is touched.
+
+    Raises ValueError, before anything is changed, for another configuration, other parameters,
+    ties or weight decays.
+    """
+    require_restorable(snapshot, training)
+    tensors, _ = named_tensors(training.model)
+    for name, tensor in tensors.items():
+        tensor.copy_(snapshot.parameters[name])
+    parameters = dict(training.model.named_parameters())
+    training.optimizer_state.clear()
+    for name, adam in snapshot.optimizer.items():
+        first, second = (
+            torch.empty_like(parameters[name], dtype=moment.dtype).copy_(moment)
+            for moment in (adam.first_moment, adam.second_moment)
+        )
+        training.optimizer_state[parameters[name]] = AdamState(adam.step, first, second)
+    training.counters = snapshot.counters
+
+
+def require_restorable(snapshot: Snapshot, training: TrainState) -> None:
+    """ValueError with the first difference if `snapshot` is not of this model and its groups."""
+    tensors, ties = named_tensors(training.model)
+    pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("config", snapshot.config, model_config(training.model)),
+        ("ties", snapshot.ties, ties),
+        ("parameters", layouts(snapshot.parameters), layouts(tensors)),
+        ("weight decays", snapshot.weight_decays, weight_decays(training)),
+    ]
+    for what, saved, wanted in pairs:
+        found = difference(saved, wanted)
+        if found:
+            raise ValueError(f"the snapshot is of another run: {what}: {found}")
+
+
+def digests(snapshot: Snapshot) -> dict[str, str]:
+    """SHA-256 of every part, in hexadecimal.
+
+    Of tensors: of the safetensors file that holds them. Of the rest: of its JSON with sorted keys.
+    Two snapshots with equal digests are equal bit for bit.
+    """
+    parts = {name: sha256([canonical_json(part)]) for name, part in json_parts(snapshot).items()}
+    return parts | {name: sha256(stream(part)) for name, part in tensor_parts(snapshot).items()}
+
+
+def tensor_parts(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
+    """The parts that are tensors; of the optimizer NAME/step, /first_moment and /second_moment."""
+    optimizer = {}
+    for name, adam in snapshot.optimizer.items():
+        optimizer[f"{name}/step"] = torch.tensor(adam.step, dtype=torch.int64)
+        optimizer[f"{name}/first_moment"] = adam.first_moment
+        optimizer[f"{name}/second_moment"] = adam.second_moment
+    return {"parameters": snapshot.parameters, "optimizer": optimizer, "random": snapshot.random}
+
+
+def json_parts(snapshot: Snapshot) -> dict[str, Any]:
+    """The parts that are JSON."""
+    return {
+        "config": snapshot.config,
+        "ties": snapshot.ties,
+        "weight_decays": snapshot.weight_decays,
+        "settings": snapshot.settings,
+        "counters": asdict(snapshot.counters),
+        "data": snapshot.data,
+        "identity": snapshot.identity,
+        "world": snapshot.world,
+        "loss_scale": snapshot.loss_scale,
+    }
+
+
+def canonical_json(content: Any) -> bytes:
+    """The one spelling of `content`: sorted keys, indented, a final newline."""
+    return (json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(parameters and persistent buffers by their first name, {further name: first name}).
+
+    Raises ValueError for two tensors that share memory without being one.
+    """
+    first_names: dict[int, str] = {}
+    places: dict[tuple[str, int], str] = {}
+    tensors: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} in the model's state is no tensor, but {tensor!r}")
+        if id(tensor) in first_names:
+            ties[name] = first_names[id(tensor)]
+            continue
+        if tensor.numel() and not tensor.is_meta:
+            place = (str(tensor.device), tensor.data_ptr())
+            if place in places:
+                raise ValueError(
+                    f"{name} and {places[place]} share memory but are two tensors; tie them by "
+                    "giving both modules one parameter"
+                )
+            places[place] = name
+        first_names[id(tensor)] = name
+        tensors[name] = tensor
+    return tensors, ties
+
+
+def model_config(model: nn.Module) -> Json:
+    """{"family": class name, fields} of `model.config`, and "adapters" if the model has some.
+
+    Raises ValueError if the config is no dataclass.
+    """
+    config = getattr(model, "config", None)
+    if not is_dataclass(config) or isinstance(config, type):
+        raise ValueError(f"model.config must be a dataclass, got {config!r}")
+    fields = {
+        name: str(value) if isinstance(value, torch.dtype) else value
+        for name, value in asdict(config).items()
+    }
+    adapters = adapter_fields(model)  # their alpha is in no tensor
+    described = {"family": type(config).__name__, **fields}
+    return _same_in_json(
+        "model.config", {**described, "adapters": adapters} if adapters else described
+    )
+
+
+def settings_fields(settings: UpdateSettings) -> Json:
+    """The settings as JSON gives them back: the schedule a dict, betas a list."""
+    fields: Json = json.loads(json.dumps(asdict(settings)))
+    return fields
+
+
+def weight_decays(training: TrainState) -> dict[str, float]:
+    """{name of every trained parameter: its group's weight decay}."""
+    names = _parameter_names(training)
+    return {
+        names[parameter]: float(group["weight_decay"])
+        for group in training.groups
+        for parameter in group["params"]
+    }
+
+
+def _parameter_names(training: TrainState) -> dict[Tensor, str]:
+    """The name of every parameter; ValueError if the optimizer has one that the model has not."""
+    names: dict[Tensor, str] = {p: name for name, p in training.model.named_parameters()}
+    grouped = {p for group in training.groups for p in group["params"]}
+    if foreign := (training.optimizer_state.keys() | grouped) - names.keys():
+        raise ValueError(
+            f"the optimizer has {len(foreign)} parameters that the model does not have"
+        )
+    return names
+
+
+def layouts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """{name: dtype and shape}, such as "F32 [2, 3]"."""
+    return {name: str(layout_of(tensor)) for name, tensor in tensors.items()}
+
+
+def difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """What differs first between the checkpoint's and the run's; None if nothing does."""
+    only_saved, only_wanted = saved.keys() - wanted.keys(), wanted.keys() - saved.keys()
+    if only_saved or only_wanted:
+        return f"only saved {some(only_saved)}; only in this run {some(only_wanted)}"
+    for name in sorted(saved):
+        one, other = saved[name], wanted[name]
+        if isinstance(one, dict) and isinstance(other, dict):
+            if inside := difference(one, other):
+                return f"{name}: {inside}"
+        elif one != other:
+            return f"{name} is {one!r} as saved and {other!r} in this run"
+    return None
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _same_in_json(what: str, content: Mapping[str, Any]) -> Json:
+    """A copy through JSON, which must be equal: no tuple, no key that is no string."""
+    copy: Json = json.loads(json.dumps(dict(content)))
+    if copy != content:
+        raise ValueError(f"{what} must be what JSON gives back equal, got {content!r}")
+    return copy
