@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,32 @@ def built(stack, config, weights, device):
     return model
 
 
+# What does not depend on what is on trial is made once for all variants of a case.
+
+
+@functools.lru_cache(maxsize=1)
+def known_float32(name, layout, seed, device):
+    """(weights, batch, outcome of transformers) of a case."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = twins.random_weights(SHAPES[name], rng)
+    batch = random_batch(rng, SHAPES[name], layout).to(device)
+    twin = twins.load(twins.build(SHAPES[name], torch.float32, device), weights)
+    return weights, batch, outcomes.of_twin(twin, batch, gradients=True)
+
+
+@functools.lru_cache(maxsize=1)
+def known_bfloat16(name, layout, seed, device):
+    """(weights, batch, oracle, outcome of transformers in bfloat16) of a case."""
+    config, rng = SHAPES[name], torch.Generator().manual_seed(seed)
+    weights = twins.random_weights(config, rng, torch.bfloat16)
+    batch = random_batch(rng, config, layout, first_position=2000, shape=MANY)
+    oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
+    oracle = outcomes.of_stack(probes.REFERENCE, oracle_model, batch, gradients=True)
+    batch = batch.to(device)
+    twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
+    return weights, batch, oracle, outcomes.of_twin(twin, batch, gradients=True)
+
+
 @gate(
     claim="in float32, hidden states of every layer, logits, loss and the gradient of every "
     "parameter are those of transformers, to 1e-5",
@@ -64,12 +91,9 @@ def built(stack, config, weights, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_float32(stack, name, layout, rng, device, check):
-    config = SHAPES[name]
-    weights = twins.random_weights(config, rng)
-    batch = random_batch(rng, config, layout).to(device)
-    twin = twins.load(twins.build(config, torch.float32, device), weights)
-    want = outcomes.of_twin(twin, batch, gradients=True)
-    got = outcomes.of_stack(stack, built(stack, config, weights, device), batch, gradients=True)
+    weights, batch, want = known_float32(name, layout, rng.initial_seed(), device)
+    model = built(stack, SHAPES[name], weights, device)
+    got = outcomes.of_stack(stack, model, batch, gradients=True)
     parity.check_close(check, got, want, at_most=1e-5, because="float32 on both sides")
 
 
@@ -82,15 +106,9 @@ def test_float32(stack, name, layout, rng, device, check):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_bfloat16(stack, name, layout, rng, device, check):
-    config = SHAPES[name]
-    weights = twins.random_weights(config, rng, torch.bfloat16)
-    batch = random_batch(rng, config, layout, first_position=2000, shape=MANY)
-    oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
-    oracle = outcomes.of_stack(probes.REFERENCE, oracle_model, batch, gradients=True)
-    twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
-    plain = outcomes.of_twin(twin, batch.to(device), gradients=True)
-    model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
-    got = outcomes.of_stack(stack, model, batch.to(device), gradients=True)
+    weights, batch, oracle, plain = known_bfloat16(name, layout, rng.initial_seed(), device)
+    model = built(stack, replace(SHAPES[name], compute_dtype=torch.bfloat16), weights, device)
+    got = outcomes.of_stack(stack, model, batch, gradients=True)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")
 
 

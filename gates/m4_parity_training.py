@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,6 +126,33 @@ def windows_of(rng, config, layout, device, shape=(2, 96)):
     return windows
 
 
+# What does not depend on what is on trial is made once for all variants of a case.
+
+
+@functools.lru_cache(maxsize=1)
+def known_float32(case, seed, device):
+    """(weights, windows, updates of transformers) of a case."""
+    (name, layout), rng = CASES[case], torch.Generator().manual_seed(seed)
+    weights = twins.random_weights(SHAPES[name], rng)
+    windows = windows_of(rng, SHAPES[name], layout, device)
+    twin = twins.load(twins.build(SHAPES[name], torch.float32, device), weights)
+    return weights, windows, updates_of_twin(twin, windows)
+
+
+@functools.lru_cache(maxsize=1)
+def known_bfloat16(case, seed, device):
+    """(weights, windows, updates of the oracle, updates of transformers in bfloat16) of a case."""
+    (name, layout), rng = CASES[case], torch.Generator().manual_seed(seed)
+    config = SHAPES[name]
+    weights = twins.random_weights(config, rng, torch.bfloat16)
+    windows = windows_of(rng, config, layout, device, MANY)
+    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
+    oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
+    oracle = updates_of_stack(probes.REFERENCE, oracle_model, on_cpu)
+    twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
+    return weights, windows, oracle, updates_of_twin(twin, windows)
+
+
 @gate(
     claim="in float32, losses, gradient norms and parameters of five updates are those of "
     "transformers with torch.optim.AdamW, to 1e-5",
@@ -134,13 +162,9 @@ def windows_of(rng, config, layout, device, shape=(2, 96)):
 )
 @pytest.mark.parametrize("case", CASES)
 def test_float32(stack, case, rng, device, check):
-    name, layout = CASES[case]
-    config = SHAPES[name]
-    weights = twins.random_weights(config, rng)
-    windows = windows_of(rng, config, layout, device)
-    twin = twins.load(twins.build(config, torch.float32, device), weights)
-    want = updates_of_twin(twin, windows)
-    got = updates_of_stack(stack, built(stack, config, weights, device), windows)
+    weights, windows, want = known_float32(case, rng.initial_seed(), device)
+    model = built(stack, SHAPES[CASES[case][0]], weights, device)
+    got = updates_of_stack(stack, model, windows)
     check_close(check, got, want, weights)
 
 
@@ -175,16 +199,9 @@ def check_close(check, got, want, start, max_norm=SETTINGS.max_norm):
 )
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16(stack, case, rng, device, check):
-    name, layout = CASES[case]
-    config = SHAPES[name]
-    weights = twins.random_weights(config, rng, torch.bfloat16)
-    windows = windows_of(rng, config, layout, device, MANY)
-    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
-    oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
-    oracle = updates_of_stack(probes.REFERENCE, oracle_model, on_cpu)
-    twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
-    plain = updates_of_twin(twin, windows)
-    model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
+    weights, windows, oracle, plain = known_bfloat16(case, rng.initial_seed(), device)
+    config = replace(SHAPES[CASES[case][0]], compute_dtype=torch.bfloat16)
+    model = built(stack, config, weights, device)
     got = updates_of_stack(stack, model, windows)
     for mine, theirs, exact in zip(got.losses, plain.losses, oracle.losses, strict=True):
         check("loss of an update, worst", abs(mine / theirs - 1), at_most=1e-3,

@@ -82,6 +82,7 @@ def trained_twin(device):
     outcome_of_twin.cache_clear()  # its gradients, which no gate after this asks for
     gc.collect()
     found = updates_of_twin(twin(torch.float32, device), windows(device), SETTINGS)
+    gc.collect()  # the moments, which are in a cycle with their optimizer
     return replace(found, parameters=OnDisk.of(found.parameters))
 
 

@@ -1,0 +1,88 @@
+"""M2. A run that was killed and goes on is, bit for bit, the run that was never killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from gates import resumed_process, runs
+from harness import gate, not_run
+
+
+@dataclass(frozen=True)
+class Case:
+    """saved: the updates after which the run is saved, killed, and gone on with."""
+
+    saved: tuple[int, ...]
+    dropout: bool = False
+    num_ahead: int = 0
+    background: bool = False
+    inside_accumulation: bool = False
+
+
+# Four windows are an epoch. Each kill comes one update after the save, which is lost with it.
+CASES = {
+    "mid-epoch": Case(saved=(5,)),
+    "epoch-end": Case(saved=(8,)),
+    "twice": Case(saved=(5, 6), num_ahead=runs.NUM_AHEAD),
+    "dropout": Case(saved=(7,), dropout=True),
+    "accumulation": Case(saved=(5,), inside_accumulation=True),
+    "prefetch": Case(saved=(5,), num_ahead=runs.NUM_AHEAD),
+    "background": Case(saved=(5,), background=True),
+}
+
+
+def until_killed(stack, source, device, folder, case, saved, done):
+    """The part of a run from update `done` to the kill that comes behind the save at `saved`."""
+    keeper = runs.checkpoints(folder, saved, resume=done > 0, background=case.background)
+    num_lost = 0 if case.inside_accumulation else 1
+    return runs.train(
+        stack, source, device, keeper, saved - done + num_lost, case.inside_accumulation
+    )
+
+
+@gate(
+    claim="killed after a save and gone on with, a run reads the same tokens and has the same "
+    "state, learning rates, losses, norms and parameters, bit for bit",
+    roles=["save", "load", "train"],
+    not_claimed="several processes, another number of them, another machine",
+    source="issue 5; faults of resume show at the first, second or third loss: at least five "
+    "updates are compared, and the state before them",
+)
+@pytest.mark.parametrize("name", CASES)
+def test_resume(stack, name, rng, device, tmp_path, check):
+    case, done = CASES[name], 0
+    stack = runs.with_dropout(stack) if case.dropout else stack
+    source = runs.text(stack, rng, case.num_ahead)
+    whole = runs.train(stack, source, device)
+    check("how the whole run ended", whole.ended, equal="finished", because="it was left alone")
+    for saved in case.saved:
+        killed = until_killed(stack, source, device, tmp_path / "run", case, saved, done)
+        check("how the killed run ended", killed.ended, equal="interrupted", because="as planned")
+        same = whole.updates[done : done + len(killed.updates)]
+        runs.check_updates(check, "killed", killed.updates, same)
+        done = saved
+    keeper = runs.checkpoints(tmp_path / "run", saved, resume=True, background=case.background)
+    resumed = runs.train(stack, source, device, keeper)
+    runs.compare(check, resumed, whole, done)
+
+
+@gate(
+    claim="a new process goes on from the files alone",
+    roles=["save", "load", "train"],
+    not_claimed="another machine, another version of torch",
+    source="issue 5; what stays in the memory of the process that saved is lost when it dies",
+)
+def test_another_process(stack, rng, device, tmp_path, check):
+    case = Case(saved=(5,), dropout=True)
+    roles = resumed_process.importable_roles(stack)
+    if roles is None:
+        not_run("A role on trial cannot be imported by its name, as a new process has to.")
+    watched = runs.with_dropout(stack)
+    source = runs.text(stack, rng)
+    whole = runs.train(watched, source, device)
+    killed = until_killed(watched, source, device, tmp_path / "run", case, 5, 0)
+    check("how the killed run ended", killed.ended, equal="interrupted", because="as planned")
+    resumed = resumed_process.resume(roles, source, device, tmp_path, every=5)
+    runs.compare(check, resumed, whole, 5)
