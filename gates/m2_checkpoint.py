@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from gates import checkpoints, snapshots, toys
+from gates.m4_weights import peak_bytes, reset_peak_bytes
 from harness import gate, not_run
 from reference.checkpoint import Expected, capture, expected, latest, restore
 from reference.update import TrainState
@@ -69,7 +69,7 @@ def test_round_trip(stack, head, rng, tmp_path, check):
     source="NVIDIA-NeMo/Automodel PR#2511: said to be tied, and two tensors after the load",
 )
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_restored(stack, head, rng, device, tmp_path, check):
+def test_restored(stack, head, rng, tmp_path, check):
     training = snapshots.trained(stack, rng, tied_head=head == "tied")
     stack.save(tmp_path / "run", capture(training, snapshots.SETTINGS, POSITION, {}), 2, 0)
     want = snapshots.of_training(training)
@@ -194,17 +194,24 @@ def edited_counters(folder: Path, file: Path) -> None:
         path.write_text(path.read_text().replace('"optimizer_steps": 3', '"optimizer_steps": 2'))
 
 
-# What is done to a folder, and to which of its files: the largest, or that of the generators.
+def removed(folder: Path, file: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+# What is done to a folder, to which of its files, and the word that the refusal must hold.
 DAMAGES = {
-    "changed-byte": (changed_byte, "model*"),
-    "changed-moment": (changed_byte, "optimizer*"),
-    "cut-short": (cut_short, "model*"),
-    "rank-missing": (unlinked, "random*"),
-    "optimizer-missing": (unlinked, "optimizer*"),
-    "manifest-missing": (unlinked, "manifest*"),
-    "pickle": (pickled, "model*"),
-    "pickle-beside": (pickled_beside, "*"),
-    "edited": (edited_counters, "*"),
+    "changed-byte": (changed_byte, "model*", "model"),
+    "changed-moment": (changed_byte, "optimizer*", "optimizer"),
+    "cut-short": (cut_short, "model*", "model"),
+    "rank-missing": (unlinked, "random*", "random"),
+    "optimizer-missing": (unlinked, "optimizer*", "optimizer"),
+    "manifest-missing": (unlinked, "manifest*", "manifest"),
+    "folder-missing": (removed, "*", "step-00000003"),
+    "pickle": (pickled, "model*", "model"),
+    "pickle-beside": (pickled_beside, "*", "optimizer.pt"),
+    "edited": (edited_counters, "*", "changed"),
 }
 
 
@@ -219,14 +226,14 @@ DAMAGES = {
 def test_refused_folder(stack, case, rng, tmp_path, check):
     training = snapshots.trained(stack, rng, num_layers=1)
     stack.save(tmp_path / "run", captured(training, rng), 2, 0)
-    damage, pattern = DAMAGES[case]
+    damage, pattern, word = DAMAGES[case]
     folder = latest(tmp_path / "run")
     files = sorted(folder.glob(pattern))
     if not files:
         not_run(f"The saved folder holds no {pattern}: this format is not that of the reference.")
     damage(folder, files[0])
-    ended = checkpoints.outcome("", stack.load, folder, wanted(training))
-    check("outcome", ended, equal="refused, naming ", because="it is not what was saved")
+    ended = checkpoints.outcome(word, stack.load, folder, wanted(training))
+    check("outcome", ended, equal=f"refused, naming {word}", because="it is not what was saved")
     executed = (folder.parent / "executed").exists()
     check("code of the folder was executed", executed, equal=False, because="weights are data")
 
@@ -253,24 +260,12 @@ def test_memory(stack, case, rng, tmp_path, check):
         changed_byte(folder, next(folder.glob("model*")))
     del model, training
     before_bytes = reset_peak_bytes()
-    ended = checkpoints.outcome("", stack.load, folder, expectation)
-    peak_mib = (status_bytes("VmHWM") - before_bytes) / 2**20
-    check("outcome", ended, equal="refused, naming ", because="it is not what was expected")
+    word = "rope_theta" if case == "model" else "model.safetensors"
+    ended = checkpoints.outcome(word, stack.load, folder, expectation)
+    peak_mib = (peak_bytes() - before_bytes) / 2**20
+    check("outcome", ended, equal=f"refused, naming {word}", because="it is not what is expected")
     check("peak of a refusal", peak_mib, at_most=32.0, unit="MiB",
           because="the table alone has 64 MiB; a file is hashed in pieces")  # fmt: skip
-
-
-def reset_peak_bytes() -> int:
-    """Resident bytes now, from which the peak counts anew; what was freed goes back first."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 @gate(

@@ -165,19 +165,24 @@ def trial(
     cotangents, scales = cotangents_of(case, forward, rng, scale)
     cotangents = {name: layout("cotangent", dy) for name, dy in cotangents.items()}
     kept = {name: dy.clone() for name, dy in cotangents.items()}
-    backward = backward_of(forward, tensors, cotangents)
-    changed = [name for name, x in before.items() if not torch.equal(x, tensors[name])]
-    changed += [f"cotangent of {n}" for n, dy in kept.items() if not torch.equal(dy, cotangents[n])]
-    check(f"{' '.join(names)}: inputs and cotangents that were changed", changed, equal=[],
-          because="others read them afterwards")  # fmt: skip
     plain, oracle = references(case, dtype, before, kept)
-    got = Outcome(forward, backward)
-    for phase in ("forward", "backward"):
-        results = [getattr(outcome, phase) for outcome in (got, plain, oracle)]
-        for name in results[0]:
+    own = own_rows(cotangents)
+
+    def unchanged() -> None:
+        changed = [name for name, x in before.items() if not torch.equal(x, tensors[name])]
+        changed += [
+            f"cotangent of {name}"
+            for name, dy in kept.items()
+            if not torch.equal(dy, cotangents[name])
+        ]
+        check(f"{' '.join(names)}: inputs and cotangents that were changed", changed, equal=[],
+              because="others read them afterwards")  # fmt: skip
+
+    def judge_all(*outcomes: dict[str, Tensor]) -> None:
+        for name in outcomes[0]:
             # Rows are compared at one scale, or the largest would hide what is wrong in the others.
-            rows = scales.get(case.by_row.get(name, "")) if own_rows(cotangents) else None
-            same = [r[name].detach() / (1 if rows is None else rows.to(r[name])) for r in results]
+            rows = scales.get(case.by_row.get(name, "")) if own else None
+            same = [r[name].detach() / (1 if rows is None else rows.to(r[name])) for r in outcomes]
             judge(
                 check,
                 f"{' '.join(names)} {name}",
@@ -189,7 +194,16 @@ def trial(
                 rms_ratio=(rms_ratios or {}).get(name),
                 shared=case.shared,
             )
-    return got
+
+    unchanged()
+    judge_all(forward, plain.forward, oracle.forward)
+    without = [name for name in cotangents if not forward[name].requires_grad]
+    check(f"{' '.join(names)}: outputs without a gradient", without, equal=[],
+          because="what stands before the role would not be trained")  # fmt: skip
+    backward = backward_of(forward, tensors, cotangents)
+    unchanged()
+    judge_all(backward, plain.backward, oracle.backward)
+    return Outcome(forward, backward)
 
 
 def own_rows(cotangents: dict[str, Tensor]) -> bool:

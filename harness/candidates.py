@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from harness.contract import Role, Stack
-from harness.devices import DTYPES, Device, find, force_numerics
+from harness.devices import DTYPES, HALF, Device, find, force_numerics
 
 Origin = dict[str, Any]  # role, module, version, file and hashes, as the evidence keeps them
 
@@ -81,6 +81,11 @@ def _dtypes(module: ModuleType, name: str, kind: str) -> tuple[torch.dtype, ...]
     if declared is None:
         return DTYPES[kind]
     taken = declared.get(kind, ()) if isinstance(declared, dict) else ()
+    if isinstance(declared, dict) and declared and kind not in declared:
+        raise pytest.UsageError(
+            f"--candidate {name}: it runs on {', '.join(map(str, declared))} by its DTYPES, not on "
+            f"{kind}; choose another --device"
+        )
     if not (isinstance(taken, tuple) and taken and set(taken) <= set(DTYPES[kind])):
         known = ", ".join(map(str, DTYPES[kind]))
         raise pytest.UsageError(
@@ -208,6 +213,8 @@ def load_trial(config: pytest.Config) -> Trial:
     stack, origins = load_candidates(config.getoption("--candidate"), reference, kind)
     device = find(kind)
     # The variants are asked for the dtypes of the candidates: what is shown to be caught is
-    # caught at the precision at which the candidates were judged.
-    reference = Stack(reference.roles, stack.dtypes)
+    # caught at the precision at which the candidates were judged. What is wrong in 16 bits alone
+    # can be caught in 16 bits alone.
+    half = () if set(stack.dtypes) & set(HALF) else tuple(d for d in DTYPES[kind] if d in HALF)
+    reference = Stack(reference.roles, (*stack.dtypes, *half))
     return Trial(reference, stack, origins, device, force_numerics(device))

@@ -13,6 +13,7 @@ DTYPES = {  # what operators are asked for on each kind, the widest first
     "cuda": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "npu": (torch.float32, torch.bfloat16, torch.float16),
 }
+HALF = (torch.bfloat16, torch.float16)
 KINDS = tuple(DTYPES)
 
 

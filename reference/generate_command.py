@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = start.tokenizer.decode(torch.cat([prompt_T, tokens_T]))
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(text.decode("utf-8", errors="replace"))
     return 0
 

@@ -26,7 +26,7 @@ from reference.data.training_text import (
     python_text,
 )
 from reference.evaluate import bits_per_byte
-from reference.hf.folder import refuse_content
+from reference.hf.folder import refuse_place
 from reference.hf.start import start_from
 from reference.identity import identity_of
 from reference.interruption import STOPPED, signals_asked_to_wait
@@ -114,7 +114,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--export and --save-adapters write two folders; name two")
     for directory in (options.export, options.save_adapters):
         if directory:
-            refuse_content(directory)
+            refuse_place(directory)
 
 
 def _start(options: argparse.Namespace, stack: Any) -> _Start:

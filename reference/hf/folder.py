@@ -42,3 +42,18 @@ def refuse_content(directory: Path) -> None:
         return
     if directory.exists():
         raise FolderTakenError(f"{directory} exists already; choose another name or remove it")
+
+
+def refuse_place(directory: Path) -> None:
+    """ValueError unless `new_folder(directory)` could write there now: asked before long work."""
+    try:
+        with new_folder(directory):
+            raise _NotYet
+    except _NotYet:
+        return
+    except OSError as error:
+        raise ValueError(f"cannot write a folder {directory}: {error.strerror or error}") from error
+
+
+class _NotYet(Exception):
+    """Ends the block of `new_folder`, so that it removes what it made."""

@@ -78,7 +78,7 @@ def test_two_candidates_without_a_common_dtype_are_refused(toy):
 
 @pytest.mark.parametrize(
     "dtypes",
-    ["(torch.float32,)", "{}", "{'cuda': (torch.float32,)}", "{'cpu': ()}", "{'cpu': ('float32',)}",
+    ["(torch.float32,)", "{}", "{'cpu': ()}", "{'cpu': ('float32',)}",
      "{'cpu': (torch.int64,)}", "{'cpu': torch.float32}"],
 )  # fmt: skip
 def test_a_declaration_that_names_no_dtype_of_the_device_is_refused(toy, dtypes):
@@ -87,3 +87,26 @@ def test_a_declaration_that_names_no_dtype_of_the_device_is_refused(toy, dtypes)
     result = toy.run("m1_toy.py", "--candidate", "mine")
     assert result.ret == 4
     assert "DTYPES must be a dict from device kinds" in "".join(result.outlines + result.errlines)
+
+
+def test_a_candidate_of_another_device_is_refused_by_that_name(toy):
+    toy.candidate(
+        "import torch\nROLES = {'double': lambda x: 2 * x}\nDTYPES = {'cuda': (torch.float32,)}"
+    )
+    toy.gates()
+    result = toy.run("m1_toy.py", "--candidate", "mine")
+    assert result.ret == 4
+    message = " ".join(result.outlines + result.errlines)
+    assert "it runs on cuda by its DTYPES, not on cpu; choose another --device" in message
+
+
+def test_what_is_wrong_in_16_bits_is_planted_in_16_bits_too(toy):
+    toy.faults(FAULT)
+    gates(toy, "['torch.float32']")
+    toy.candidate(
+        "import torch\nROLES = {'double': lambda x: 2 * x}\nDTYPES = {'cpu': (torch.float32,)}"
+    )
+    result = toy.run("m1_toy.py", "--candidate", "mine", "-s")
+    result.stdout.fnmatch_lines(
+        ["*the fault is asked for torch.float32 torch.bfloat16 torch.float16*"]
+    )
