@@ -116,7 +116,7 @@ def _exists(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if error.name and name.startswith(f"{error.name}"):  # one of its packages is not there
+        if error.name and name.startswith(error.name):  # one of its packages is not there
             return False
         raise
 
