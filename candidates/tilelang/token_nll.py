@@ -118,8 +118,8 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
     Returns (nll_sum in nats, float32; num_tokens, int64), scalar tensors.
 
     The gradients are computed here, while the logits of a chunk are at hand, and the backward
-    multiplies them by the cotangent. At V 152064 a chunk takes 640 MiB; the gradient of weight is
-    added up over the chunks in its own dtype. The labels are checked on the device and the host
+    multiplies them by the cotangent. A chunk takes as much as the weight, at most 640 MiB; the
+    gradient of weight is added up over the chunks in its own dtype. The labels are checked on the device and the host
     waits for the answer.
 
     Raises ValueError on shapes, dtypes or devices that do not fit, and for a label outside [0, V)

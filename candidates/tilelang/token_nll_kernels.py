@@ -23,7 +23,7 @@ from candidates.tilelang.matrix import (
     with_padded_lines,
 )
 
-CHUNK_BYTES = 640 * 2**20  # of a chunk's exponentials; more rows a chunk, fewer additions to dW
+CHUNK_BYTES = 640 * 2**20  # at most, of a chunk's exponentials
 CHUNK_ROWS = 128  # chunks are multiples of this
 THREADS = 256  # of the second kernel
 TILES = 16  # of a row that one step of the second kernel turns into gradients
@@ -191,9 +191,13 @@ def scaled(d: Dialect, line: int, dtype: str) -> Any:
     return program
 
 
-def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int) -> int:
-    """As few chunks as CHUNK_BYTES allows, of about equal size."""
-    largest = max(CHUNK_ROWS, CHUNK_BYTES // bytes_of_a_row // CHUNK_ROWS * CHUNK_ROWS)
+def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int, bytes_of_weight: int) -> int:
+    """As few chunks as the limit allows, of about equal size: fewer additions to dW.
+
+    A chunk need not be smaller than the weight: the backward makes a scaled copy of dW anyway.
+    """
+    limit = min(CHUNK_BYTES, max(bytes_of_weight, CHUNK_BYTES // 4))
+    largest = max(CHUNK_ROWS, limit // bytes_of_a_row // CHUNK_ROWS * CHUNK_ROWS)
     num_chunks = -(-num_rows // largest)
     return -(-num_rows // (num_chunks * CHUNK_ROWS)) * CHUNK_ROWS
 
@@ -213,7 +217,8 @@ def loss_and_gradients(
     dweight = weight.new_empty(weight.shape if needed[1] else (0,))
     if not num_rows:
         return nll, dhidden, dweight.zero_()
-    size = _rows_of_a_chunk(num_rows, num_tiles * columns * hidden.element_size())
+    size = _rows_of_a_chunk(num_rows, num_tiles * columns * hidden.element_size(), weight.nbytes)
+    buffer = hidden.new_empty(min(size, num_rows), kept_columns)
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
     for first in range(0, num_rows, size):
@@ -221,7 +226,7 @@ def loss_and_gradients(
         num = rows.stop - first
         maxima, sums = (nll.new_empty(num, num_tiles) for _ in range(2))
         label_logits = nll.new_empty(num)
-        dlogits = hidden.new_empty(num, kept_columns)
+        dlogits = buffer[:num]
         kept = dlogits.view(TORCH[kept_dtype(dtype)])
         launch(
             logit_tiles, d, (vocabulary, width if d.on_gpu else 0, dtype, keep), wide_hidden[rows],

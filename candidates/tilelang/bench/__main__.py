@@ -126,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         console.print("the benchmark needs an NVIDIA GPU, and torch finds none")
         return 2
+    # A compiled backward that came from inductor's cache may free what a kept graph needs again.
+    torch._functorch.config.donated_buffer = False
     machine, rows = limits(asked.rounds), list[Row]()
     for operator in operators:
         for size in sizes:
