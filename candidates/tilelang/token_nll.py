@@ -119,8 +119,8 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
 
     The gradients are computed here, while the logits of a chunk are at hand, and the backward
     multiplies them by the cotangent. A chunk takes as much as the weight, at most 640 MiB; the
-    gradient of weight is added up over the chunks in its own dtype. The labels are checked on the device and the host
-    waits for the answer.
+    gradient of weight is added up over the chunks in its own dtype. The labels are checked on the
+    device and the host waits for the answer.
 
     Raises ValueError on shapes, dtypes or devices that do not fit, and for a label outside [0, V)
     that is not -100.
