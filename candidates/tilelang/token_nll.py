@@ -31,7 +31,9 @@ def _token_nll(
     labels, vocabulary = dense(labels), weight.shape[0]
     targets = labels != NO_TARGET
     wrong = targets & ((labels < 0) | (labels >= vocabulary))
-    some_wrong = wrong.any().to("cpu", non_blocking=True)
+    # Into pinned memory: a copy into any other waits until the device has come here.
+    some_wrong = torch.empty((), dtype=torch.bool, pin_memory=labels.is_cuda)
+    some_wrong.copy_(wrong.any(), non_blocking=True)
     checked = torch.cuda.Event() if labels.is_cuda else None
     if checked:
         checked.record()
