@@ -125,7 +125,7 @@ def windows(device):
 
 @gate(
     claim="with SmolLM2's weights, hidden states of every layer, logits and loss over real text "
-    "are those of transformers, to 1e-5",
+    "are those of transformers, to 1e-5; the hidden state of any single token to 3e-5",
     roles=["load_pretrained", "build_model", *OPERATORS],
     not_claimed="the quality of the weights, which were 4-bit numbers",
     source=SOURCE,
@@ -136,7 +136,9 @@ def test_values(stack, name, device, check):
     model = loaded(stack, device)
     batch = text(*TEXTS[name]).to(device)
     got = outcome_of(stack, model, batch, device)
-    parity.check_close(check, got, want, at_most=1e-5, because="float32 on both sides")
+    parity.check_close(check, got, want, at_most=1e-5, worst_at_most=3e-5,
+                       because="float32 on both sides; behind the third layer one token of either "
+                       "is 1.4e-5 from float64, all together 1e-6")  # fmt: skip
 
 
 @gate(
