@@ -14,11 +14,12 @@ from gates import checkpoints, snapshots, toys
 from gates.m4_weights import peak_bytes, reset_peak_bytes
 from harness import gate, not_run
 from reference.checkpoint import Expected, capture, expected, latest, restore
+from reference.loss_scale import LossScaleState
 from reference.update import TrainState
 
 IDENTITY = {"manifest": "a" * 64, "tokenizer": "b" * 64, "code": "c" * 64, "evaluation": None}
 POSITION = {"epoch": 1, "window": 2, "seed": 3, "rows_sha256": "d" * 64}
-LOSS_SCALE = {"scale": 65536.0, "good_steps": 3}
+LOSS_SCALE = LossScaleState(scale=4096.0, good_updates=3, skipped_updates=4)
 EXACT = "what is saved is what was there, bit for bit"
 
 
@@ -27,9 +28,8 @@ def captured(training, rng):
     sampler = torch.Generator().manual_seed(5)
     torch.rand(3, generator=sampler)
     torch.rand(2)
-    return capture(
-        training, snapshots.SETTINGS, POSITION, IDENTITY, {"sampler": sampler}, LOSS_SCALE
-    )
+    training.loss_scale = LOSS_SCALE
+    return capture(training, snapshots.SETTINGS, POSITION, IDENTITY, {"sampler": sampler})
 
 
 def wanted(training, **changes) -> Expected:
@@ -71,6 +71,7 @@ def test_round_trip(stack, head, rng, tmp_path, check):
 @pytest.mark.parametrize("head", ["tied", "untied"])
 def test_restored(stack, head, rng, tmp_path, check):
     training = snapshots.trained(stack, rng, tied_head=head == "tied")
+    training.loss_scale = LOSS_SCALE
     stack.save(tmp_path / "run", capture(training, snapshots.SETTINGS, POSITION, {}), 2, 0)
     want = snapshots.of_training(training)
     fresh = snapshots.trained(stack, rng, num_updates=1, tied_head=head == "tied")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from gates import resumed_process, runs
-from harness import gate, not_run
+from harness import gate
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,12 @@ def test_resume(stack, name, rng, device, tmp_path, check):
     not_claimed="another machine, another version of torch",
     source="issue 5; what stays in the memory of the process that saved is lost when it dies",
 )
-def test_another_process(stack, rng, device, tmp_path, check):
+def test_another_process(stack, recipe, rng, device, tmp_path, check):
     case = Case(saved=(5,), dropout=True)
-    roles = resumed_process.importable_roles(stack)
-    if roles is None:
-        not_run("A role on trial cannot be imported by its name, as a new process has to.")
     watched = runs.with_dropout(stack)
     source = runs.text(stack, rng)
     whole = runs.train(watched, source, device)
     killed = until_killed(watched, source, device, tmp_path / "run", case, 5, 0)
     check("how the killed run ended", killed.ended, equal="interrupted", because="as planned")
-    resumed = resumed_process.resume(roles, source, device, tmp_path, every=5)
+    resumed = resumed_process.resume(recipe, source, device, tmp_path, every=5)
     runs.compare(check, resumed, whole, 5)

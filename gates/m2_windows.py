@@ -48,11 +48,18 @@ def counts_of(counters):
     roles=["accumulate", "clip_grad_norm", "optimizer_step", "learning_rate", "update_window"],
     not_claimed="agreement between ranks on what to skip",
     source="a step with a zero gradient would still decay weights and move along old moments; "
-    "ml-explore/mlx-lm PR#1413: all-masked window divides by zero",
+    "ml-explore/mlx-lm PR#1413: all-masked window divides by zero; pytorch/pytorch#70348: a NaN "
+    "loss with finite gradients",
 )
-@pytest.mark.parametrize("kind", ["no targets", "not finite"])
+@pytest.mark.parametrize("kind", ["no targets", "not finite", "loss not finite"])
 def test_skipped_window(stack, kind, rng, device, check):
-    model = toys.tiny_model(stack, device, num_layers=1)
+    added_nats = [0.0]  # to every loss sum: a NaN that no gradient sees
+
+    def token_nll(*arguments):
+        nll_sum, num_targets = stack.token_nll(*arguments)
+        return nll_sum + added_nats[0], num_targets
+
+    model = toys.tiny_model(stack.replace({"token_nll": token_nll}), device, num_layers=1)
     good = [toys.ragged_window(rng, (5, 0, 3), num_tokens=8).to(device) for _ in range(4)]
     training, _ = trained(stack, model, good[:2])
     values, steps = values_of(training)
@@ -61,6 +68,10 @@ def test_skipped_window(stack, kind, rng, device, check):
     if kind == "no targets":
         record = stack.update_window(training, bad.trim(0), stack, SETTINGS)
         supervised = 0
+    elif kind == "loss not finite":
+        added_nats[0] = float("nan")
+        record = stack.update_window(training, bad, stack, SETTINGS)
+        added_nats[0], supervised = 0.0, 8
     else:
         gain = model.norm.weight
         kept = gain.data.clone()

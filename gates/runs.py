@@ -137,11 +137,11 @@ def _watching(stack: Any, run: Run, stop_after: float, inside_accumulation: bool
         run.updates.append(Update(before, snapshots.parts(window), record))
         return record
 
-    def accumulate(model: Any, window: Window, group: Any) -> Any:
+    def accumulate(model: Any, window: Window, group: Any, loss_scale: float = 1.0) -> Any:
         if len(run.updates) >= stop_after:
-            stack.accumulate(model, Window(window.microbatches[:1]), group)
+            stack.accumulate(model, Window(window.microbatches[:1]), group, loss_scale)
             raise Interrupted
-        return stack.accumulate(model, window, group)
+        return stack.accumulate(model, window, group, loss_scale)
 
     return stack.replace({"update_window": update_window, "accumulate": accumulate})
 

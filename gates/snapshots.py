@@ -79,6 +79,7 @@ def of_training(training: TrainState) -> dict[str, str]:
                 for group in training.groups
             ],
             "counters": training.counters,
+            "loss_scale": training.loss_scale,
             "random": random,
         }
     )

@@ -5,7 +5,7 @@ decoders with ragged windows beside their oracle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,13 @@ TINY = DecoderConfig(
 OUTWEIGHING_EPSILON = 1e8
 
 
+@dataclass(frozen=True)
+class LinearConfig:
+    """What a wrapper may ask of the configuration of LinearLoss."""
+
+    compute_dtype: torch.dtype | None
+
+
 class LinearLoss(nn.Module):
     """A model whose loss at a target is <weight, directions[token]>, so that the gradient of a
     summed loss is the sum of the directions of its targets, exactly.
@@ -52,7 +59,7 @@ class LinearLoss(nn.Module):
         self.register_buffer("directions_VD", torch.tensor(directions_VD))
         self.lm_head = nn.Linear(len(start_D), 1, bias=False)
         self.lm_head.weight.data = torch.tensor([list(start_D)], dtype=torch.float32)
-        self.compute_dtype = compute_dtype
+        self.config, self.compute_dtype = LinearConfig(compute_dtype), compute_dtype
         self.stack = SimpleNamespace(token_nll=_linear_nll)
 
     def forward(self, input_ids_BT: Tensor, positions: Any = None, documents: Any = None) -> Tensor:

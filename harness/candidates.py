@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -37,8 +38,8 @@ def load_reference(name: str) -> Stack:
 
 def load_candidates(
     names: Iterable[str], reference: Stack, kind: str
-) -> tuple[Stack, list[Origin]]:
-    """The reference stack with every candidate's roles put in, and where each role came from.
+) -> tuple[Stack, dict[str, ModuleType]]:
+    """The reference stack with every candidate's roles put in, and the module of each of them.
 
     A candidate may declare ``DTYPES = {"cpu": (torch.float32,), …}`` beside its roles; the stack's
     ``dtypes`` are those of the device ``kind`` that every candidate declares. One without it takes
@@ -49,7 +50,7 @@ def load_candidates(
             role or one that another candidate brought, takes other arguments, declares
             dtypes that are none, or none for this kind of device.
     """
-    stack, origins = Stack(reference.roles, DTYPES[kind]), list[Origin]()
+    stack, modules = Stack(reference.roles, DTYPES[kind]), dict[str, ModuleType]()
     for name in names:
         module = _import(name)
         roles = _roles(module, name)
@@ -59,20 +60,20 @@ def load_candidates(
                 raise pytest.UsageError(
                     f"--candidate {name}: unknown role {role!r}; the roles are {known}"
                 )
-            if any(origin["role"] == role for origin in origins):
+            if role in modules:
                 raise pytest.UsageError(
                     f"--candidate {name}: the role {role!r} was already brought by another "
                     "candidate; put one implementation of a role on trial at a time"
                 )
             _check_signature(name, role, function, reference.roles[role])
-            origins.append(_origin(role, module))
+            modules[role] = module
         declared = _dtypes(module, name, kind)
         common = tuple(dtype for dtype in stack.dtypes if dtype in declared)
         if not common:
             raise pytest.UsageError(f"--candidate {name}: no dtype that all candidates take; it "
                                     f"takes {declared}, the others {stack.dtypes}")  # fmt: skip
         stack = Stack({**stack.roles, **roles}, common)
-    return stack, origins
+    return stack, modules
 
 
 def _dtypes(module: ModuleType, name: str, kind: str) -> tuple[torch.dtype, ...]:
@@ -208,13 +209,37 @@ def load_trial(config: pytest.Config) -> Trial:
     workers = workers or int(getattr(config.option, "numprocesses", None) or 0)
     if workers:  # they share the cores instead of each asking for all of them
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-    reference = load_reference(config.getini("touchstone_reference"))
     kind = config.getoption("--device")
-    stack, origins = load_candidates(config.getoption("--candidate"), reference, kind)
+    reference, stack, modules = load_stacks(
+        config.getini("touchstone_reference"), config.getoption("--candidate"), kind
+    )
+    origins = [_origin(role, module) for role, module in modules.items()]
     device = find(kind)
+    return Trial(reference, stack, origins, device, force_numerics(device))
+
+
+def load_stacks(
+    reference_name: str, candidates: Iterable[str], kind: str
+) -> tuple[Stack, Stack, dict[str, ModuleType]]:
+    """The reference as variants stand on it, the stack on trial, and its roles' modules."""
+    reference = load_reference(reference_name)
+    stack, modules = load_candidates(candidates, reference, kind)
     # The variants are asked for the dtypes of the candidates: what is shown to be caught is
     # caught at the precision at which the candidates were judged. What is wrong in 16 bits alone
     # can be caught in 16 bits alone.
     half = () if set(stack.dtypes) & set(HALF) else tuple(d for d in DTYPES[kind] if d in HALF)
-    reference = Stack(reference.roles, (*stack.dtypes, *half))
-    return Trial(reference, stack, origins, device, force_numerics(device))
+    return Stack(reference.roles, (*stack.dtypes, *half)), stack, modules
+
+
+def noting(stack: Stack, roles: Iterable[str], called: set[str]) -> dict[str, Role]:
+    """The ``roles`` of a stack, each putting its name into ``called`` when it is called."""
+
+    def note(role: str, function: Role) -> Role:
+        @functools.wraps(function)
+        def note_and_call(*arguments: Any, **keywords: Any) -> Any:
+            called.add(role)
+            return function(*arguments, **keywords)
+
+        return note_and_call
+
+    return {role: note(role, stack.roles[role]) for role in roles}

@@ -1,4 +1,4 @@
-"""What a gate may ask for: stack, check, rng, device, rung, for_all."""
+"""What a gate may ask for: stack, recipe, check, rng, device, rung, for_all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from harness.candidates import Trial
     from harness.checks import Check
     from harness.contract import Stack
+    from harness.portable import Recipe
 
 
 TRIAL = pytest.StashKey["Trial"]()
@@ -34,6 +35,25 @@ def seed_of(item: pytest.Item) -> int:
 
     text = f"{gate_name(item)}[{case_of(item)}] seed {item.config.getoption('--seed')}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    """How another process builds the stack on trial, by names.
+
+    Raises:
+        ValueError: it stands on a variant that no other process can find.
+    """
+    from harness.plugin import variant_of
+    from harness.portable import Recipe, name_of
+
+    variant, config = variant_of(request.node), request.config
+    return Recipe(
+        config.getini("touchstone_reference"),
+        tuple(config.getoption("--candidate")),
+        config.getoption("--device"),
+        name_of(variant) if variant else None,
+    )
 
 
 @pytest.fixture
@@ -109,7 +129,8 @@ def for_all(request: pytest.FixtureRequest) -> Callable[..., Callable[[Callable[
     return decorator
 
 
-OWN = ("stack", "check", "device", "rung", "rng", "for_all")
+OWN = ("stack", "check", "device", "rung", "rng", "for_all", "recipe", "ranks")
+OWN_MODULES = ("harness.fixtures", "harness.rank_options")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -159,7 +180,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 def _refuse_shadowed_fixtures(item: pytest.Item) -> None:
     """A conftest with a fixture called ``stack`` would put something else on trial."""
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():  # type: ignore[attr-defined]
-        if name in OWN and definitions[-1].func.__module__ != __name__:
+        if name in OWN and definitions[-1].func.__module__ not in OWN_MODULES:
             raise ValueError(
                 f"the fixture {name} of {definitions[-1].baseid or 'a conftest'} hides "
                 f"Touchstone's own; rename it"

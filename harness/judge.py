@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from typing import Any
 
 import pytest
 
+from harness.candidates import noting
 from harness.checks import Check, CheckFailed
 from harness.contract import Gate, Role, Stack
 from harness.plugin import case_of, gate_name, variant_of
@@ -25,17 +25,12 @@ def check_of(item: pytest.Item) -> Check:
 
 def counting(item: pytest.Item, stack: Stack, roles: list[str]) -> dict[str, Role]:
     """The roles on trial, each noting in the item's record that it was called."""
-    called: set[str] = item.stash.setdefault(CALLED, set())
+    return noting(stack, roles, called_by(item))
 
-    def noting(role: str, function: Role) -> Role:
-        @functools.wraps(function)
-        def note_and_call(*arguments: Any, **keywords: Any) -> Any:
-            called.add(role)
-            return function(*arguments, **keywords)
 
-        return note_and_call
-
-    return {role: noting(role, stack.roles[role]) for role in roles}
+def called_by(item: pytest.Item) -> set[str]:
+    """The roles on trial that the gate called so far, in this process or in its ranks."""
+    return item.stash.setdefault(CALLED, set())
 
 
 def phase(

@@ -16,7 +16,7 @@ import pytest
 from harness.contract import MILESTONES, RUNGS, Gate, Variant, variants_beside
 
 GATE_FILE = re.compile(r"m([0-6])_\w+\.py")
-pytest_plugins = ["harness.fixtures", "harness.recorder"]
+pytest_plugins = ["harness.fixtures", "harness.rank_options", "harness.recorder"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -168,11 +168,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def drop_unmeant_cases(items: list[pytest.Item]) -> None:
-    """Drop the cases in which a variant is not meant to show.
+    """Drop the cases in which a variant is not meant to show, and those of too many ranks.
 
     Raises:
         pytest.UsageError: a variant names a case that the gate, collected whole, does not have.
     """
+    from harness.rank_options import is_too_large
+
     cases: dict[str, set[str]] = {}
     for item in items:
         if gate_of(item):
@@ -188,7 +190,7 @@ def drop_unmeant_cases(items: list[pytest.Item]) -> None:
                     f"{variant.kind} {variant.name} names the case {min(dangling)!r} of {gate}, "
                     f"which has {', '.join(sorted(found)) or 'no cases'}"
                 )
-    items[:] = [item for item in items if _is_meant(item)]
+    items[:] = [item for item in items if _is_meant(item) and not is_too_large(item)]
 
 
 def _collects_part_of_a_gate(config: pytest.Config) -> bool:

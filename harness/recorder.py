@@ -20,6 +20,7 @@ from harness.contract import Gate
 from harness.evidence import EvidenceError, EvidenceWriter
 from harness.fixtures import trial_of
 from harness.plugin import GATE_FILE, asked_for_gates, drop_unmeant_cases
+from harness.rank_options import session_of
 from harness.selection import asked, count, describe
 from harness.verdict import EXIT_INCOMPLETE, exit_status, is_as_required, run_verdict
 
@@ -66,6 +67,7 @@ class Run:
                     "dtypes": [str(dtype) for dtype in trial.stack.dtypes],
                     "environment": describe_environment(config.rootpath),
                     "flags": trial.flags,
+                    "ranks": session_of(config).describe(),
                 }
             )
         except EvidenceError as error:

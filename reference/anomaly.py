@@ -116,16 +116,20 @@ class AnomalyWatch:
     def __getattr__(self, role: str) -> Any:
         return getattr(self._stack, role)
 
-    def accumulate(self, model: Any, window: Window, group: Any) -> WindowStats:
+    def accumulate(
+        self, model: Any, window: Window, group: Any, loss_scale: float = 1.0
+    ) -> WindowStats:
         """As the stack's; the window, the random state before and the loss are remembered."""
         self._window, self._random = window, self._random_state()
-        stats: WindowStats = self._stack.accumulate(model, window, group)
+        stats: WindowStats = self._stack.accumulate(model, window, group, loss_scale)
         self._loss_nats = stats.nll_sum / stats.num_targets if stats.num_targets else math.nan
         return stats
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float, group: Any) -> Tensor:
+    def clip_grad_norm(
+        self, parameters: Any, max_norm: float, group: Any, norm_type: float = 2.0
+    ) -> Tensor:
         """As the stack's; then the update is judged."""
-        norm: Tensor = self._stack.clip_grad_norm(parameters, max_norm, group)
+        norm: Tensor = self._stack.clip_grad_norm(parameters, max_norm, group, norm_type)
         anomaly = self._rule.judge(self._loss_nats, float(norm))
         if anomaly and self._window and anomaly.kind not in self._kinds_kept:
             self._kinds_kept.add(anomaly.kind)

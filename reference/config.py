@@ -12,9 +12,9 @@ class DecoderConfig:
 
     Widths are in elements, `max_positions` in tokens. Query head n reads key/value head
     n // (num_query_heads // num_kv_heads). `compute_dtype` None computes in the parameters' own
-    dtype; torch.bfloat16 casts weights and activations where they are used, while parameters,
-    gradients and optimizer state stay float32. `tokenizer_vocabulary`, if given, is the number of
-    ids the tokenizer can produce.
+    dtype; torch.bfloat16 or torch.float16 casts weights and activations where they are used, while
+    parameters, gradients and optimizer state stay float32. `tokenizer_vocabulary`, if given, is the
+    number of ids the tokenizer can produce.
 
     Raises ValueError naming the field that breaks an invariant.
     """
@@ -129,9 +129,10 @@ def _require_bool(config: object, *fields: str) -> None:
 
 
 def _require_compute_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype is not torch.bfloat16:
+    if dtype not in (None, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"compute_dtype must be None (the parameters' own) or torch.bfloat16, got {dtype!r}"
+            "compute_dtype must be None (the parameters' own), torch.bfloat16 or torch.float16, "
+            f"got {dtype!r}"
         )
 
 

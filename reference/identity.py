@@ -3,29 +3,22 @@
 import hashlib
 from pathlib import Path
 
-from reference.data.json_tokenizer import JsonTokenizer
-from reference.data.tokenizer import ByteTokenizer
-from reference.data.training_text import TrainingText, rows_sha256
+from reference.data.folder_text import FolderText
+from reference.data.open_tokenizer import Tokenizer
+from reference.data.training_text import TrainingText
 
 
-def identity_of(
-    text: TrainingText, tokenizer: ByteTokenizer | JsonTokenizer
-) -> dict[str, str | None]:
-    """SHA-256 in hexadecimal: manifest, of the training rows; tokenizer; code, of every file of
-    `reference`; evaluation, of the held-out rows.
+def identity_of(text: TrainingText | FolderText, tokenizer: Tokenizer) -> dict[str, str | None]:
+    """SHA-256 in hexadecimal: manifest, of the rows to train on or of the folder's manifest, split
+    and policy; tokenizer; code, of every file of `reference`; evaluation, as manifest, of what is
+    held out.
     """
     return {
-        "manifest": rows_sha256(text.training),
-        "tokenizer": _tokenizer_sha256(tokenizer),
+        "manifest": text.training_sha256,
+        "tokenizer": tokenizer.sha256,
         "code": _code_sha256(Path(__file__).parent),
-        "evaluation": rows_sha256(text.held_out),
+        "evaluation": text.held_out_sha256,
     }
-
-
-def _tokenizer_sha256(tokenizer: ByteTokenizer | JsonTokenizer) -> str:
-    if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.sha256
-    return hashlib.sha256(f"bytes, end of document {tokenizer.eos}".encode()).hexdigest()
 
 
 def _code_sha256(room: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from reference.checkpoint.random_state import random_state
 from reference.checkpoint.state import Snapshot, digests, restore_training
 from reference.config import CharGPTConfig, DecoderConfig, ModelConfig
 from reference.finite import FirstNotFinite
+from reference.loss_scale import LossScaling
 from reference.options import device
 from reference.schedule import Schedule
 from reference.update import TrainState, UpdateSettings
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"kept because it was {kept.anomaly.kind}: {kept.anomaly.reason}")
     with FirstNotFinite(training, stack) as first:
         window = kept.window.to(options.device)
-        record = stack.update_window(training, window, stack, settings)
+        looking = replace(settings, on_non_finite="skip")  # an error would end it here again
+        record = stack.update_window(training, window, stack, looking)
     seen = kept.anomaly
     print(f"loss {record.loss_nats} nats per token (was {seen.loss_nats}), gradient norm "
           f"{record.grad_norm} (was {seen.grad_norm})")  # fmt: skip
@@ -92,7 +95,9 @@ def _model(config: dict[str, Any], stack: Any) -> nn.Module:
 def _settings(fields: dict[str, Any]) -> UpdateSettings:
     try:
         schedule, betas = Schedule(**fields["schedule"]), tuple(fields["betas"])
-        return UpdateSettings(**{**fields, "schedule": schedule, "betas": betas})
+        scaling = fields["loss_scaling"] and LossScaling(**fields["loss_scaling"])
+        rebuilt = {"schedule": schedule, "betas": betas, "loss_scaling": scaling}
+        return UpdateSettings(**{**fields, **rebuilt})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{fields} are no settings of an update: {error!r}") from error
 

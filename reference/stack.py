@@ -4,13 +4,27 @@ The signatures of these functions are the signatures of the roles.
 """
 
 from reference.checkpoint import load, save
+from reference.data.account import account
 from reference.data.batches import batches, shuffle
+from reference.data.bpe import train_bpe
+from reference.data.contamination import contamination
+from reference.data.ids import read_ids, write_ids
 from reference.data.labels import make_labels
+from reference.data.loader import Loader
+from reference.data.manifest import read_manifest
+from reference.data.near_duplicates import deduplicate
+from reference.data.open_tokenizer import open_tokenizer
+from reference.data.order import Interleaving, buffered_shuffle
 from reference.data.pack import pack
+from reference.data.policy import apply_policy
+from reference.data.prepare import prepare
+from reference.data.split import split
+from reference.distribute import distribute
 from reference.evaluate import evaluate
 from reference.generate import generate
 from reference.hf.weights import load_pretrained, save_pretrained
 from reference.ledger.adapters import adapter_memory
+from reference.ledger.communication import training_communication
 from reference.ledger.flops import training_flops
 from reference.ledger.memory import kv_cache_bytes, training_memory
 from reference.ledger.parameters import parameter_count, rotary_frequencies
@@ -42,6 +56,7 @@ OPERATORS = {
 }
 TRAINING = {
     "build_model": build_model,
+    "distribute": distribute,
     "accumulate": accumulate,
     "clip_grad_norm": clip_grad_norm,
     "param_groups": param_groups,
@@ -53,12 +68,32 @@ TRAINING = {
     "save": save,
     "load": load,
 }
-DATA = {"make_labels": make_labels, "pack": pack, "shuffle": shuffle, "batches": batches}
+DATA = {
+    "make_labels": make_labels,
+    "pack": pack,
+    "shuffle": shuffle,
+    "batches": batches,
+    "apply_policy": apply_policy,
+    "account": account,
+    "buffered_shuffle": buffered_shuffle,
+    "interleave": Interleaving,
+    "loader": Loader,
+    "open_tokenizer": open_tokenizer,
+    "train_bpe": train_bpe,
+    "write_ids": write_ids,
+    "read_ids": read_ids,
+    "prepare": prepare,
+    "read_manifest": read_manifest,
+    "deduplicate": deduplicate,
+    "split": split,
+    "contamination": contamination,
+}
 LEDGER = {
     "parameter_count": parameter_count,
     "rotary_frequencies": rotary_frequencies,
     "training_memory": training_memory,
     "adapter_memory": adapter_memory,
+    "training_communication": training_communication,
     "kv_cache_bytes": kv_cache_bytes,
     "training_flops": training_flops,
     "training_time": training_time,

@@ -1,4 +1,4 @@
-"""The training loop of one process: windows in, a trained model and its records out.
+"""The training loop: windows in, a trained model and its records out.
 
 `python -m reference.train --corpus language --updates 300` trains on text that needs no download.
 """
@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from reference.distribute import DistributionSettings, data_group
+from reference.group import rank_in
 from reference.optimizer import AdamState
 from reference.resume import Checkpoints, Keeper
 from reference.update import Counters, TrainState, UpdateRecord, UpdateSettings
@@ -46,6 +48,8 @@ def train(
     last_window: str = "overshoot",
     progress: bool = False,
     checkpoints: Checkpoints | None = None,
+    mesh: Any = None,
+    distribution: DistributionSettings | None = None,
 ) -> TrainResult:
     """Builds the model of `config` and applies every window to it with `stack.update_window`.
 
@@ -61,28 +65,55 @@ def train(
     the run is bit for bit that of a run that was never stopped. An update that was not finished
     starts again from its first microbatch.
 
+    mesh: a DeviceMesh whose ranks train together, each with the same arguments. The model is that
+    of `stack.distribute(model, mesh, distribution)`, and rank r of W trains rows r, r + W, ... of
+    every window, so that all ranks together see the rows of one process; the records and counters
+    are of all ranks, and the same on each.
+
     Raises ValueError for an unknown `last_window`, for total_tokens < 1, when the windows end
-    before total_tokens (a run that is short must not look finished), and as Keeper does.
+    before total_tokens (a run that is short must not look finished), for `checkpoints` of several
+    ranks, for a `distribution` without a mesh, and as Keeper and `distribute` do.
     """
-    if last_window not in ("trim", "overshoot"):
-        raise ValueError(f'last_window must be "trim" or "overshoot", got {last_window!r}')
-    if total_tokens is not None and total_tokens < 1:
-        raise ValueError(f"total_tokens must be >= 1 or None, got {total_tokens}")
-    model = initial_model(config, stack, seed, device)
-    training = TrainState(model, stack.param_groups(model, settings.weight_decay))
+    _check(total_tokens, last_window, checkpoints, mesh, distribution)
+    model, group = initial_model(config, stack, seed, device), None
+    if mesh is not None:
+        model = stack.distribute(model, mesh, distribution or DistributionSettings())
+        group = data_group(mesh)
+    index, num_ranks = rank_in(group)
+    training = TrainState(model, stack.param_groups(model, settings.weight_decay), group=group)
     keeper = checkpoints and Keeper(checkpoints, training, settings, windows, stack)
     records: list[UpdateRecord] = []
     stopped = False
-    with keeper or nullcontext(), _progress_bar(windows, progress) as advance:
+    with keeper or nullcontext(), _progress_bar(windows, progress and index == 0) as advance:
         source, watched = (keeper.begin(), keeper.stack) if keeper else (windows, stack)
         for window in _until(source, training, total_tokens, last_window):
-            record = stack.update_window(training, window.to(device), watched, settings)
+            share = window.share(index, num_ranks).to(device)
+            record = stack.update_window(training, share, watched, settings)
             records.append(record)
             advance(record)
             if keeper and keeper.after_window():
                 stopped = True
                 break
     return TrainResult(model, records, training.counters, training.optimizer_state, stopped)
+
+
+def _check(
+    total_tokens: int | None,
+    last_window: str,
+    checkpoints: Checkpoints | None,
+    mesh: Any,
+    distribution: DistributionSettings | None,
+) -> None:
+    if last_window not in ("trim", "overshoot"):
+        raise ValueError(f'last_window must be "trim" or "overshoot", got {last_window!r}')
+    if total_tokens is not None and total_tokens < 1:
+        raise ValueError(f"total_tokens must be >= 1 or None, got {total_tokens}")
+    if mesh is None and distribution is not None:
+        raise ValueError("a distribution needs the mesh of ranks to distribute over")
+    if mesh is not None and mesh.size() > 1 and checkpoints is not None:
+        raise ValueError(
+            f"{mesh.size()} ranks cannot keep checkpoints yet; train in one process to keep them"
+        )
 
 
 def initial_model(

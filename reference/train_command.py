@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference import replay_command
+from reference import replay_command, several_ranks
 from reference.checkpoint.commit import latest
 from reference.config import PRESETS, ModelConfig, preset
-from reference.data.json_tokenizer import JsonTokenizer
+from reference.data.folder_text import FolderText, open_folder, require_tokenizer
+from reference.data.loader import Loader
+from reference.data.open_tokenizer import Tokenizer
 from reference.data.tokenizer import ByteTokenizer
 from reference.data.training_text import (
     MICROBATCHES_PER_WINDOW,
     ROWS_PER_MICROBATCH,
     TrainingText,
+    Windows,
     language_text,
     python_text,
 )
+from reference.distribute import DistributionSettings
 from reference.evaluate import bits_per_byte
 from reference.hf.folder import refuse_place
 from reference.hf.start import start_from
@@ -34,6 +39,7 @@ from reference.lora import PROJECTIONS
 from reference.options import COMPUTE_DTYPES, add_model_options, whole_number
 from reference.resume import Checkpoints
 from reference.schedule import Schedule
+from reference.several_ranks import Ranks
 from reference.train import TrainResult, initial_model, train
 from reference.update import UpdateSettings
 
@@ -47,7 +53,7 @@ CORPORA = ("language", "python-docs")
 @dataclass(frozen=True)
 class _Start:
     model: nn.Module
-    tokenizer: ByteTokenizer | JsonTokenizer
+    tokenizer: Tokenizer
     learning_rate: float
 
     @property
@@ -68,25 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return replay_command.main(given[1:])
     parser = _parser()
     options = parser.parse_args(given)
-    stack = SimpleNamespace(**ROLES)
-    torch.manual_seed(options.seed)  # torch gives every process another one
     try:
         _check(options)
-        start = _start(options, stack)
-        text = _text(options, start)
-        if not _announce_resume(options):
-            print(f"before: {_score(stack, start.model, text, options.device)}", flush=True)
-        result, signal_name = _train(options, stack, start, text)
-        counters = result.counters
-        if result.stopped:
-            print(f"{signal_name}: stopped after {counters.optimizer_steps} updates, which are "
-                  f"kept in {options.checkpoints}; go on with --resume")  # fmt: skip
-            return STOPPED
-        print(
-            f"{counters.optimizer_steps} updates, {counters.tokens_updated:,} tokens; "
-            f"{_score(stack, result.model, text, options.device)}{text.remark}"
-        )
-        _keep(options, stack, result.model, start.tokenizer)
+        with several_ranks.joined(options.distribute, options.device) as ranks:
+            options.device = ranks.device
+            return _run(options, SimpleNamespace(**{**ROLES, **ranks.roles}), ranks)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
@@ -95,11 +87,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the model was not kept", file=sys.stderr)
         return 130
+
+
+def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
+    torch.manual_seed(options.seed)  # torch gives every process another one
+    folder = open_folder(options.data, stack) if options.data else None
+    start = _start(options, stack, folder)
+    text = folder or _text(options, start)
+    _require_positions(start.config, text.row_tokens)
+    windows = text.windows(options.seed, options.updates)
+    plain = copy.deepcopy(start.model) if ranks.mesh else start.model
+    if not _announce_resume(options) and ranks.index == 0:
+        print(f"before: {_score(stack, plain, text, options.device)}", flush=True)
+    result, signal_name = _train(options, stack, start, text, windows, ranks)
+    counters = result.counters
+    if result.stopped:
+        print(f"{signal_name}: stopped after {counters.optimizer_steps} updates, which are "
+              f"kept in {options.checkpoints}; go on with --resume")  # fmt: skip
+        return STOPPED
+    if ranks.mesh:
+        several_ranks.copy_whole(result.model, plain)
+    if ranks.index == 0:
+        print(
+            f"{counters.optimizer_steps} updates, {counters.tokens_updated:,} tokens; "
+            f"{_score(stack, plain, text, options.device)}{text.remark}"
+        )
+        if isinstance(windows, Loader):
+            print(windows.waiting)
+        _keep(options, stack, plain, start.tokenizer)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses before the work what would be refused after it."""
+    if options.data and (options.corpus or options.row_tokens):
+        raise ValueError("--data brings its own text and windows; leave --corpus and --row-tokens")
     if options.init and options.preset:
         raise ValueError("--init brings its own shape; leave --preset out")
     if options.save_adapters and not options.lora_rank:
@@ -110,6 +132,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--resume and --checkpoint-every need --checkpoints")
     if options.checkpoints and not options.resume and (newest := latest(options.checkpoints)):
         raise ValueError(f"{newest} is there already; --resume it or choose another directory")
+    if options.checkpoints and several_ranks.were_launched():
+        raise ValueError("several ranks cannot keep --checkpoints yet; train in one process")
     if options.export and options.export == options.save_adapters:
         raise ValueError("--export and --save-adapters write two folders; name two")
     for directory in (options.export, options.save_adapters):
@@ -117,17 +141,23 @@ def _check(options: argparse.Namespace) -> None:
             refuse_place(directory)
 
 
-def _start(options: argparse.Namespace, stack: Any) -> _Start:
+def _start(options: argparse.Namespace, stack: Any, folder: FolderText | None) -> _Start:
     compute_dtype = COMPUTE_DTYPES[options.compute_dtype]
-    tokenizer: ByteTokenizer | JsonTokenizer
+    tokenizer: Tokenizer
     if options.init:
         opened = start_from(options.init, stack, options.device, compute_dtype)
         model, tokenizer, rate = opened.model, opened.tokenizer, OPEN_WEIGHTS_RATE
+        if folder:
+            require_tokenizer(folder, tokenizer)
     else:
         config = replace(preset(options.preset or DEFAULT_PRESET), compute_dtype=compute_dtype)
-        _require_bytes(config, options.preset)
-        model = initial_model(config, stack, options.seed, options.device)
         tokenizer, rate = ByteTokenizer(), RANDOM_START_RATE
+        if folder:
+            tokenizer = folder.tokenizer
+            config = replace(config, vocabulary_size=tokenizer.vocabulary_size)
+        else:
+            _require_bytes(config, options.preset)
+        model = initial_model(config, stack, options.seed, options.device)
     if options.lora_rank:
         alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
         stack.add_adapters(model, options.lora_rank, alpha, PROJECTIONS, options.seed)
@@ -145,18 +175,18 @@ def _require_bytes(config: ModelConfig, name: str) -> None:
 
 
 def _text(options: argparse.Namespace, start: _Start) -> TrainingText:
-    if options.corpus == "language":
-        text = language_text(start.tokenizer, options.row_tokens, options.seed)
-    else:
+    if options.corpus == "python-docs":
         row_tokens = options.row_tokens or DEFAULT_ROW_TOKENS
-        text = python_text(start.tokenizer, row_tokens, options.corpus_bytes)
-    longest = text.training.row_tokens
-    if start.config.max_positions < longest:
+        return python_text(start.tokenizer, row_tokens, options.corpus_bytes)
+    return language_text(start.tokenizer, options.row_tokens, options.seed)
+
+
+def _require_positions(config: Any, row_tokens: int) -> None:
+    if config.max_positions < row_tokens:
         raise ValueError(
-            f"rows have {longest} tokens, the model {start.config.max_positions} positions; "
+            f"rows have {row_tokens} tokens, the model {config.max_positions} positions; "
             f"choose --row-tokens or another model"
         )
-    return text
 
 
 def _announce_resume(options: argparse.Namespace) -> bool:
@@ -172,18 +202,24 @@ def _announce_resume(options: argparse.Namespace) -> bool:
 
 
 def _train(
-    options: argparse.Namespace, stack: Any, start: _Start, text: TrainingText
+    options: argparse.Namespace,
+    stack: Any,
+    start: _Start,
+    text: TrainingText | FolderText,
+    windows: Windows | Loader,
+    ranks: Ranks,
 ) -> tuple[TrainResult, str | None]:
     """The result, and the name of the signal that stopped the run."""
-    windows = text.windows(options.seed, options.updates)
-    total = sum(window.num_targets for window in windows)
+    total = windows.num_targets
     schedule = Schedule(start.learning_rate, total, total // 20, total // 4, 0.1)
     going_on = SimpleNamespace(**{**vars(stack), "build_model": lambda config, stack: start.model})
     settings = UpdateSettings(schedule)
     if not options.checkpoints:
+        distribution = DistributionSettings(start.config.compute_dtype) if ranks.mesh else None
         return train(
-            start.config, going_on, windows, settings, options.seed, options.device, progress=True
-        ), None
+            start.config, going_on, windows, settings, options.seed, options.device, progress=True,
+            mesh=ranks.mesh, distribution=distribution,
+        ), None  # fmt: skip
     with signals_asked_to_wait() as interruption:
         checkpoints = Checkpoints(
             options.checkpoints,
@@ -199,7 +235,9 @@ def _train(
         return result, interruption.name
 
 
-def _score(stack: Any, model: nn.Module, text: TrainingText, device: torch.device) -> str:
+def _score(
+    stack: Any, model: nn.Module, text: TrainingText | FolderText, device: torch.device
+) -> str:
     windows = (window.to(device) for window in text.held_out_windows())
     score = stack.evaluate(model, windows)
     return (
@@ -229,7 +267,9 @@ def _parser() -> argparse.ArgumentParser:
         f"{MICROBATCHES_PER_WINDOW} microbatches of {ROWS_PER_MICROBATCH} rows.",
     )
     add = parser.add_argument
-    add("--corpus", choices=CORPORA, default="language")
+    add("--data", type=Path, metavar="DIR",
+        help="a folder made by python -m reference.data prepare; it is verified first")  # fmt: skip
+    add("--corpus", choices=CORPORA, help="text that needs no folder (language)")
     add("--corpus-bytes", type=whole_number, default=DEFAULT_CORPUS_BYTES, metavar="N",
         help=f"of python-docs at most ({DEFAULT_CORPUS_BYTES:,})")  # fmt: skip
     add("--row-tokens", type=whole_number, metavar="T",
@@ -242,6 +282,10 @@ def _parser() -> argparse.ArgumentParser:
         f"{ADAPTERS_RATE} with adapters")  # fmt: skip
     add("--lora-rank", type=whole_number, metavar="R", help="train adapters of this rank alone")
     add("--lora-alpha", type=float, metavar="A", help="their scale is A / R (A = 2 R)")
+    add("--distribute", metavar="ddp|fsdp2|reference|MODULE",
+        help="who puts the model on the ranks that python -m torch.distributed.run started: a "
+        "module with the roles distribute, accumulate and clip_grad_norm, those in "
+        f"candidates.distributed for short ({several_ranks.PLAIN})")  # fmt: skip
     add("--seed", type=int, default=0, help="of the parameters and the order")
     add("--export", type=Path, metavar="DIR", help="write the model as transformers reads it")
     add("--save-adapters", type=Path, metavar="DIR", help="write the adapters alone")

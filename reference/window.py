@@ -59,15 +59,16 @@ class Microbatch:
         """The number of labels that are not `NO_TARGET`: the tokens of the objective."""
         return int((self.labels != NO_TARGET).sum())
 
-    def rows(self, start: int, stop: int) -> Microbatch:
-        """Rows start to stop (exclusive). The bytes of a part are not known: num_bytes is None."""
-        if (start, stop) == (0, self.num_rows):
+    def rows(self, start: int, stop: int, step: int = 1) -> Microbatch:
+        """Rows start to stop (exclusive), every `step`-th. Of a part num_bytes is None."""
+        if (start, stop, step) == (0, self.num_rows, 1):
             return self
+        chosen = slice(start, stop, step)
         return Microbatch(
-            self.input_ids[start:stop],
-            self.labels[start:stop],
-            self.positions[start:stop],
-            None if self.documents is None else self.documents[start:stop],
+            self.input_ids[chosen],
+            self.labels[chosen],
+            self.positions[chosen],
+            None if self.documents is None else self.documents[chosen],
         )
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -144,6 +145,30 @@ class Window:
             trimmed.append(kept)
             remaining -= int(is_kept.sum())
         return Window(tuple(trimmed))
+
+    def share(self, index: int, num_shares: int) -> Window:
+        """Rows index, index + num_shares, ..., counted from the window's first through its last.
+
+        The shares together are the window. Each has as many microbatches as the window, because
+        the ranks that train them make the same calls: a share that gets no row of a microbatch
+        reads the microbatch's first row without its targets.
+
+        Raises ValueError unless 0 <= index < num_shares.
+        """
+        if not 0 <= index < num_shares:
+            raise ValueError(f"share {index} of {num_shares} does not exist; count from 0")
+        if num_shares == 1:
+            return self
+        shares, num_before = [], 0
+        for microbatch in self.microbatches:
+            first = (index - num_before) % num_shares
+            num_before += microbatch.num_rows
+            share = microbatch.rows(first, microbatch.num_rows, num_shares)
+            if share.num_rows == 0:
+                row = microbatch.rows(0, 1)
+                share = replace(row, labels=torch.full_like(row.labels, NO_TARGET), num_bytes=None)
+            shares.append(share)
+        return Window(tuple(shares))
 
     def to(self, device: torch.device | str) -> Window:
         """The same window with its tensors on `device`."""

@@ -23,17 +23,25 @@ def microbatch_nll(model, microbatch):
     return model.stack.token_nll(hidden.flatten(0, 1), model.lm_head.weight, labels)[0]
 
 
+def divide_gradients(model, divisor):
+    """Divides every gradient, as is done once with the loss scale or the number of targets."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= divisor
+
+
 def accumulate_with(scale, after=lambda model: None):
     """An accumulate that backwards nll_sum * scale(microbatch, window), then calls `after`."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         model.zero_grad()
         nll_total = 0.0
         for microbatch in window.microbatches:
             nll_sum = microbatch_nll(model, microbatch)
-            (nll_sum * scale(microbatch, window)).backward()
+            (nll_sum * scale(microbatch, window) * loss_scale).backward()
             nll_total += float(nll_sum.detach())
             after(model)
+        divide_gradients(model, loss_scale)
         return WindowStats(nll_total, window.num_targets, window.num_tokens)
 
     return accumulate
@@ -42,19 +50,19 @@ def accumulate_with(scale, after=lambda model: None):
 def accumulate_into(make_buffer, add):
     """An accumulate that adds the microbatches' gradients up in buffers of its own."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         buffers = {p: make_buffer(p) for p in model.parameters()}
         nll_total, num_targets = 0.0, window.num_targets
         for microbatch in window.microbatches:
             model.zero_grad()
             nll_sum = microbatch_nll(model, microbatch)
-            (nll_sum / max(num_targets, 1)).backward()
+            (nll_sum / max(num_targets, 1) * loss_scale).backward()
             nll_total += float(nll_sum.detach())
             for p in model.parameters():
                 if p.grad is not None:
                     buffers[p] = add(buffers[p], p.grad)
         for p, buffer in buffers.items():
-            p.grad = buffer.to(p.dtype)
+            p.grad = (buffer / loss_scale).to(p.dtype)
         return WindowStats(nll_total, num_targets, window.num_tokens)
 
     return accumulate
@@ -144,7 +152,7 @@ def weighs_by_positions(reference):
 def masked_mean_without_guard(reference):
     """Takes sum / count of each microbatch, NaN without targets, and weighs it by its share."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         model.zero_grad()
         nll_total = 0.0
         for microbatch in window.microbatches:
@@ -161,8 +169,8 @@ def masked_mean_without_guard(reference):
 def mean_of_nothing_is_logged(reference):
     """Reports the library's mean loss times the count: NaN for a window without targets."""
 
-    def accumulate(model, window, group):
-        stats = reference.accumulate(model, window, group)
+    def accumulate(model, window, group, loss_scale=1.0):
+        stats = reference.accumulate(model, window, group, loss_scale)
         return replace(stats, nll_sum=stats.nll_sum if stats.num_targets else float("nan"))
 
     return accumulate
@@ -195,7 +203,7 @@ def z_loss_of_its_own_mean(reference):
 def adds_to_the_window_before(reference):
     """Does not clear the gradients of the window before."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         nll_total = 0.0
         for microbatch in window.microbatches:
             nll_sum = microbatch_nll(model, microbatch)
@@ -239,9 +247,9 @@ def bfloat16_buffers(reference):
 def drops_the_last_microbatch(reference):
     """Leaves the last microbatch out of a window that has several."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         kept = Window(window.microbatches[:-1] or window.microbatches)
-        return reference.accumulate(model, kept, group)
+        return reference.accumulate(model, kept, group, loss_scale)
 
     return accumulate
 
@@ -249,13 +257,10 @@ def drops_the_last_microbatch(reference):
 @fault(role="accumulate", caught_by=SEVERAL_MICROBATCHES, seen_in="huggingface/accelerate#641")
 def unscales_every_microbatch(reference):
     """Scales the loss by 1024 and takes the scale off all gradients after every microbatch."""
-
-    def unscale(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= 1024
-
-    return accumulate_with(lambda *windows: 1024 * over_window(*windows), after=unscale)
+    return accumulate_with(
+        lambda *windows: 1024 * over_window(*windows),
+        after=lambda model: divide_gradients(model, 1024),
+    )
 
 
 @fault(
@@ -281,9 +286,9 @@ def clips_every_microbatch(reference):
 def counts_one_microbatch(reference):
     """Reports the tokens and targets of the last microbatch as the window's."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         last = window.microbatches[-1]
-        nll_sum = reference.accumulate(model, window, group).nll_sum
+        nll_sum = reference.accumulate(model, window, group, loss_scale).nll_sum
         return WindowStats(nll_sum, last.num_targets, last.num_tokens)
 
     return accumulate
@@ -297,8 +302,8 @@ def counts_one_microbatch(reference):
 def counts_positions_as_targets(reference):
     """Reports every position as a target, while the gradient is right."""
 
-    def accumulate(model, window, group):
-        stats = reference.accumulate(model, window, group)
+    def accumulate(model, window, group, loss_scale=1.0):
+        stats = reference.accumulate(model, window, group, loss_scale)
         return replace(stats, num_targets=stats.num_tokens)
 
     return accumulate
@@ -308,8 +313,8 @@ def counts_positions_as_targets(reference):
 def bfloat16_loss_sum(reference):
     """Keeps the sum of the losses in bfloat16."""
 
-    def accumulate(model, window, group):
-        stats = reference.accumulate(model, window, group)
+    def accumulate(model, window, group, loss_scale=1.0):
+        stats = reference.accumulate(model, window, group, loss_scale)
         return replace(stats, nll_sum=float(torch.tensor(stats.nll_sum).bfloat16()))
 
     return accumulate

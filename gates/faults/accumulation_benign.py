@@ -9,6 +9,7 @@ from gates.faults.accumulation import (
     SUM,
     accumulate_into,
     accumulate_with,
+    divide_gradients,
     microbatch_nll,
 )
 from harness import benign
@@ -32,8 +33,8 @@ ACCEPTED = [
 @benign(role="accumulate", accepted_by=ACCEPTED, because="the same sum in another order")
 def reversed_microbatches(reference):
     """Goes through the microbatches from the last to the first."""
-    return lambda model, window, group: reference.accumulate(
-        model, Window(window.microbatches[::-1]), group
+    return lambda model, window, group, loss_scale=1.0: reference.accumulate(
+        model, Window(window.microbatches[::-1]), group, loss_scale
     )
 
 
@@ -42,11 +43,9 @@ def divides_after_accumulation(reference):
     """Adds up gradients of sums and divides them by the window's targets at the end."""
     summed = accumulate_with(lambda microbatch, window: 1.0)
 
-    def accumulate(model, window, group):
-        stats = summed(model, window, group)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= max(stats.num_targets, 1)
+    def accumulate(model, window, group, loss_scale=1.0):
+        stats = summed(model, window, group, loss_scale)
+        divide_gradients(model, max(stats.num_targets, 1))
         return stats
 
     return accumulate
@@ -56,14 +55,15 @@ def divides_after_accumulation(reference):
 def skips_empty_microbatches(reference):
     """Does not run microbatches without targets (in one process; ranks would wait)."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         model.zero_grad()
         nll_total, num_targets = 0.0, window.num_targets
         for microbatch in window.microbatches:
             if microbatch.num_targets:
                 nll_sum = microbatch_nll(model, microbatch)
-                (nll_sum / num_targets).backward()
+                (nll_sum / num_targets * loss_scale).backward()
                 nll_total += float(nll_sum.detach())
+        divide_gradients(model, loss_scale)
         return WindowStats(nll_total, num_targets, window.num_tokens)
 
     return accumulate
@@ -73,10 +73,11 @@ def skips_empty_microbatches(reference):
 def one_backward(reference):
     """Adds the losses of all microbatches first and goes backwards once."""
 
-    def accumulate(model, window, group):
+    def accumulate(model, window, group, loss_scale=1.0):
         model.zero_grad()
         nll_sum = sum(microbatch_nll(model, microbatch) for microbatch in window.microbatches)
-        (nll_sum / max(window.num_targets, 1)).backward()
+        (nll_sum / max(window.num_targets, 1) * loss_scale).backward()
+        divide_gradients(model, loss_scale)
         return WindowStats(float(nll_sum.detach()), window.num_targets, window.num_tokens)
 
     return accumulate

@@ -154,7 +154,7 @@ def forgets_the_position(reference):
     return save_changed(reference, change)
 
 
-@fault(role="save", caught_by=ROUND_TRIP, seen_in="own")
+@fault(role="save", caught_by=[ROUND_TRIP, RESTORED], seen_in="own")
 def forgets_the_loss_scale(reference):
     """A loss scale that took long to find starts from its default again."""
     return save_changed(reference, lambda snapshot: replace(snapshot, loss_scale=None))

@@ -19,7 +19,7 @@ def with_gradients(parameters):
 def clip_with(norm_of, factor_of):
     """A clip that scales every gradient by factor_of(norm, max_norm) and returns the norm."""
 
-    def clip_grad_norm(parameters, max_norm, group):
+    def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
         chosen = with_gradients(parameters)
         norm = norm_of([parameter.grad for parameter in chosen])
         for parameter in chosen:
@@ -41,10 +41,10 @@ def capped(norm, max_norm):
 def clips_each_parameter(reference):
     """Clips every parameter's gradient on its own: the direction changes."""
 
-    def clip_grad_norm(parameters, max_norm, group):
+    def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
         norm = total_norm([p.grad for p in with_gradients(parameters)])
         for parameter in with_gradients(parameters):
-            reference.clip_grad_norm([parameter], max_norm, group)
+            reference.clip_grad_norm([parameter], max_norm, group, norm_type)
         return norm
 
     return clip_grad_norm
@@ -54,7 +54,7 @@ def clips_each_parameter(reference):
 def clips_values(reference):
     """Clamps every element to the limit instead of scaling the whole."""
 
-    def clip_grad_norm(parameters, max_norm, group):
+    def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
         norm = total_norm([p.grad for p in with_gradients(parameters)])
         for parameter in with_gradients(parameters):
             parameter.grad.clamp_(-max_norm, max_norm)
@@ -67,9 +67,9 @@ def clips_values(reference):
 def returns_the_norm_after(reference):
     """Returns the norm after clipping: a run that explodes is logged as 1."""
 
-    def clip_grad_norm(parameters, max_norm, group):
+    def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
         chosen = with_gradients(parameters)
-        reference.clip_grad_norm(chosen, max_norm, group)
+        reference.clip_grad_norm(chosen, max_norm, group, norm_type)
         return total_norm([parameter.grad for parameter in chosen])
 
     return clip_grad_norm
@@ -121,11 +121,11 @@ def factor_that_is_not_finite(reference):
 def papers_over(reference):
     """Replaces what is not finite by 0 and goes on as if nothing had been."""
 
-    def clip_grad_norm(parameters, max_norm, group):
+    def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
         chosen = with_gradients(parameters)
         for parameter in chosen:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
-        return reference.clip_grad_norm(chosen, max_norm, group)
+        return reference.clip_grad_norm(chosen, max_norm, group, norm_type)
 
     return clip_grad_norm
 
@@ -146,7 +146,9 @@ ACCEPTED = [
 )
 def torch_clip(reference):
     """torch.nn.utils.clip_grad_norm_, which adds 1e-6 to the norm."""
-    return lambda parameters, max_norm, group: torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return lambda parameters, max_norm, group, norm_type=2.0: torch.nn.utils.clip_grad_norm_(
+        parameters, max_norm, norm_type
+    )
 
 
 @benign(

@@ -1,4 +1,4 @@
-"""Wrong and right ways to apply one window: order, rate, what is skipped, what is counted."""
+"""Wrong and right ways to apply one window: order, rate, what is skipped."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def clips_scaled_gradients(reference):
                 if parameter.grad is not None:
                     parameter.grad *= factor
 
-        def clip_grad_norm(parameters, max_norm, group):
+        def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
             scale(65536.0)
-            norm = stack.clip_grad_norm(parameters, max_norm, group)
+            norm = stack.clip_grad_norm(parameters, max_norm, group, norm_type)
             scale(1 / 65536)
             return norm / 65536
 
@@ -82,9 +82,10 @@ def clips_each_group(reference):
     """Clips matrices and vectors on their own and records the norm of the matrices."""
 
     def changed_roles(training, window, stack):
-        def clip_grad_norm(parameters, max_norm, group):
+        def clip_grad_norm(parameters, max_norm, group, norm_type=2.0):
             norms = [
-                stack.clip_grad_norm(part["params"], max_norm, group) for part in training.groups
+                stack.clip_grad_norm(part["params"], max_norm, group, norm_type)
+                for part in training.groups
             ]
             return norms[0]
 
@@ -105,15 +106,25 @@ def counts_a_tied_table_twice(reference):
         names = training.model.named_parameters(remove_duplicate=False)
         everything = [parameter for _, parameter in names]
         return {
-            "clip_grad_norm": lambda parameters, max_norm, group: stack.clip_grad_norm(
-                everything, max_norm, group
+            "clip_grad_norm": lambda parameters, *arguments: stack.clip_grad_norm(
+                everything, *arguments
             )
         }
 
     return update_with(reference, changed_roles)
 
 
-# --- update_window: windows that cannot be applied, and counters -----------------------------
+# --- update_window: windows that cannot be applied -------------------------------------------
+
+
+def with_finite_loss(stack):
+    """The stack's accumulate, which reports 0 for a loss that is not finite."""
+
+    def accumulate(*arguments):
+        stats = stack.accumulate(*arguments)
+        return replace(stats, nll_sum=stats.nll_sum if math.isfinite(stats.nll_sum) else 0.0)
+
+    return accumulate
 
 
 @fault(
@@ -140,17 +151,34 @@ def steps_without_targets(reference):
 
 @fault(
     role="update_window",
-    caught_by=f"{GATE}test_skipped_window[not finite]",
+    caught_by=[
+        f"{GATE}test_skipped_window[not finite]",
+        f"{GATE}test_skipped_window[loss not finite]",
+    ],
     seen_in="ecmwf/WeatherGenerator PR#2718",
 )
 def steps_on_nan(reference):
-    """Applies gradients whose norm is not finite."""
+    """Applies gradients whose norm, or whose loss, is not finite."""
 
     def changed_roles(training, window, stack):
-        def clip_grad_norm(parameters, max_norm, group):
-            return stack.clip_grad_norm(parameters, max_norm, group).nan_to_num(0.0)
+        return {
+            "accumulate": with_finite_loss(stack),
+            "clip_grad_norm": lambda *arguments: stack.clip_grad_norm(*arguments).nan_to_num(0.0),
+        }
 
-        return {"clip_grad_norm": clip_grad_norm}
+    return update_with(reference, changed_roles)
+
+
+@fault(
+    role="update_window",
+    caught_by=f"{GATE}test_skipped_window[loss not finite]",
+    seen_in="pytorch/pytorch#70348",
+)
+def looks_at_the_norm_alone(reference):
+    """Applies a window whose loss is NaN as long as its gradients are finite."""
+
+    def changed_roles(training, window, stack):
+        return {"accumulate": with_finite_loss(stack)}
 
     return update_with(reference, changed_roles)
 
@@ -174,63 +202,6 @@ def skips_in_silence(reference):
 
     def update_window(training, window, stack, settings):
         return replace(reference.update_window(training, window, stack, settings), skipped=None)
-
-    return update_window
-
-
-def miscounting(reference, change):
-    """An update_window that counts change(counters, window) after each window."""
-
-    def update_window(training, window, stack, settings):
-        record = reference.update_window(training, window, stack, settings)
-        training.counters = change(record.counters, window)
-        return replace(record, counters=training.counters)
-
-    return update_window
-
-
-@fault(
-    role="update_window",
-    caught_by=f"{GATE}test_counters[4]",
-    seen_in="modelscope/ms-swift#10099",
-)
-def counts_microbatches_as_steps(reference):
-    """Counts an optimizer step for every microbatch."""
-    return miscounting(
-        reference,
-        lambda counters, window: replace(
-            counters, optimizer_steps=counters.optimizer_steps + len(window.microbatches) - 1
-        ),
-    )
-
-
-@fault(
-    role="update_window", caught_by=f"{GATE}test_counters", seen_in="meta-pytorch/torchtune PR#1875"
-)
-def reads_targets_only(reference):
-    """Counts the targets as the tokens read: padding disappears from the books."""
-    return miscounting(
-        reference,
-        lambda counters, window: replace(counters, tokens_read=counters.tokens_supervised),
-    )
-
-
-@fault(
-    role="update_window",
-    caught_by=f"{GATE}test_recorded_loss",
-    seen_in="pytorch/torchtitan PR#4167",
-)
-def records_mean_of_means(reference):
-    """Records the mean of the microbatches' mean losses, 3 for 2.5."""
-
-    def update_window(training, window, stack, settings):
-        stats = [
-            stack.accumulate(training.model, Window((microbatch,)), None)
-            for microbatch in window.microbatches
-        ]
-        means = [stat.nll_sum / max(stat.num_targets, 1) for stat in stats]
-        record = reference.update_window(training, window, stack, settings)
-        return replace(record, loss_nats=sum(means) / len(means))
 
     return update_window
 

@@ -120,7 +120,7 @@ def _make_root(root: Path) -> None:
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        _fsync_folder(folder.parent)
+        fsync_folder(folder.parent)
 
 
 def _publish(target: Path, snapshot: Snapshot) -> None:
@@ -128,14 +128,14 @@ def _publish(target: Path, snapshot: Snapshot) -> None:
         manifest = write_files(snapshot, lambda name, pieces: _write(folder / name, pieces))
         _write(folder / MANIFEST, [manifest])
         require_written(LocalFolder(folder))
-        _fsync_folder(folder)
+        fsync_folder(folder)
         _refuse_complete(target)
         try:
             disk.rename(folder, target)
         except OSError:
             _refuse_complete(target)
             raise
-        _fsync_folder(target.parent)
+        fsync_folder(target.parent)
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
@@ -155,7 +155,8 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(num_bytes, digest.hexdigest())
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
+    """Waits until the names in the folder are on the device."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         disk.fsync(descriptor)
@@ -188,7 +189,7 @@ def _retain(root: Path, keep_last: int, keep_every: int) -> None:
         aside = temporary_name(folder)
         with suppress(FileNotFoundError):  # another save removed it
             disk.rename(folder, aside)
-        _fsync_folder(root)
+        fsync_folder(root)
         remove(aside)
 
 

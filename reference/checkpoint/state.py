@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from reference.checkpoint.random_state import random_state, set_random_state
 from reference.checkpoint.tensors import layout_of, sha256, some, stream
 from reference.lora import adapter_fields
+from reference.loss_scale import LossScaleState
 from reference.optimizer import AdamState
 from reference.update import Counters, TrainState, UpdateSettings
 
@@ -29,7 +30,7 @@ class Snapshot:
     parameter; settings: of the updates, schedule included; data: the position of the next window
     that was not consumed; random: states of the generators, uint8, keyed "cpu", "cuda:0",
     "generator:NAME"; identity: hashes of what the run was made from, None where not known;
-    world: {"world_size": 1, "mesh": None}; loss_scale: state of the loss scaler, if there is one.
+    world: {"world_size": 1, "mesh": None}; loss_scale: the fields of LossScaleState, or None.
     """
 
     config: Json
@@ -52,7 +53,6 @@ def capture(
     data_state: Json,
     identity: Mapping[str, str | None],
     generators: Generators | None = None,
-    loss_scale: Json | None = None,
     on_device: bool = False,
 ) -> Snapshot:
     """A copy of everything that the next update depends on.
@@ -91,7 +91,7 @@ def capture(
         data=_same_in_json("data_state", data_state),
         random=random_state(_device(training.model), generators or {}),
         identity={key: identity.get(key) for key in IDENTITY},
-        loss_scale=None if loss_scale is None else _same_in_json("loss_scale", loss_scale),
+        loss_scale=None if training.loss_scale is None else asdict(training.loss_scale),
     )
 
 
@@ -111,12 +111,13 @@ def restore(snapshot: Snapshot, training: TrainState, generators: Generators | N
 
 @torch.no_grad()
 def restore_training(snapshot: Snapshot, training: TrainState) -> None:
-    """Puts parameters, optimizer state and counters back; no generator is touched.
+    """Puts parameters, optimizer state, counters and loss scale back; no generator is touched.
 
     Raises ValueError, before anything is changed, for another configuration, other parameters,
-    ties or weight decays.
+    ties or weight decays, and for a loss scale with other fields.
     """
     require_restorable(snapshot, training)
+    loss_scale = _loss_scale(snapshot.loss_scale)
     tensors, _ = named_tensors(training.model)
     for name, tensor in tensors.items():
         tensor.copy_(snapshot.parameters[name])
@@ -128,7 +129,14 @@ def restore_training(snapshot: Snapshot, training: TrainState) -> None:
             for moment in (adam.first_moment, adam.second_moment)
         )
         training.optimizer_state[parameters[name]] = AdamState(adam.step, first, second)
-    training.counters = snapshot.counters
+    training.counters, training.loss_scale = snapshot.counters, loss_scale
+
+
+def _loss_scale(fields: Json | None) -> LossScaleState | None:
+    try:
+        return None if fields is None else LossScaleState(**fields)
+    except TypeError as error:
+        raise ValueError(f"{fields} is no loss scale: {error}") from error
 
 
 def require_restorable(snapshot: Snapshot, training: TrainState) -> None:

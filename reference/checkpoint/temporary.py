@@ -65,7 +65,7 @@ def remove_leftovers(root: Path) -> None:
         try:
             age_seconds = time.time() - os.fstat(descriptor).st_mtime
             is_ours = folder.name.split(".")[-2] == _HOST
-            if (is_ours or age_seconds > FOREIGN_AGE_SECONDS) and _lock(descriptor):
+            if (is_ours or age_seconds > FOREIGN_AGE_SECONDS) and lock(descriptor):
                 with suppress(OSError):  # of another user; no reason not to save
                     remove(folder)
         finally:
@@ -80,13 +80,13 @@ def _make_locked(target: Path) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue  # another save took it for a leftover before it was locked
-        _lock(descriptor)
+        lock(descriptor)
         if os.path.lexists(folder):
             return folder, descriptor
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
+def lock(descriptor: int) -> bool:
     """Whether this process has the lock now; it ends with the descriptor."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

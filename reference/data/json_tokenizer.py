@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,8 @@ class JsonTokenizer:
     path: the file, or the folder that holds it. eos: the id that ends a document; None takes the
     one that tokenizer_config.json or config.json beside the file names.
 
-    Attributes: vocabulary_size, the largest id plus one; eos; sha256 of the file; json_bytes, the
-    file itself.
+    Attributes: vocabulary_size, the largest id plus one; eos; sha256 of the file; json_bytes and
+    file_bytes, the file itself.
 
     Raises ValueError for a file that the library does not read, an eos that is not named or not in
     the vocabulary, or a special token whose spelling in a text would become its id.
@@ -46,6 +47,7 @@ class JsonTokenizer:
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
         self._known: set[str] = set()  # characters that some token holds
+        self.file_bytes = self.json_bytes
         self.sha256 = hashlib.sha256(self.json_bytes).hexdigest()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocabulary_size = max(ids, default=-1) + 1
@@ -61,21 +63,33 @@ class JsonTokenizer:
         Raises ValueError naming the first byte that is not UTF-8, and a character or word that the
         vocabulary does not have: it would be left out, or become one token with all others.
         """
-        text = _text(data)
-        for character in set(text) - self._known:
-            # White space may be what separates tokens and become none.
-            if not (self._ids(character) or character.isspace()):
-                raise ValueError(f"no token can hold {character!r} (U+{ord(character):04X})")
-            self._known.add(character)
-        return torch.tensor(self._ids(text), dtype=torch.int64)
+        return torch.tensor(self._ids(self._readable(data)), dtype=torch.int64)
 
     def encode_document(self, data: bytes) -> Tensor:
         """[n + 1] int64: the tokens of the whole text, then EOS."""
         return torch.cat((self.encode(data), torch.tensor([self.eos])))
 
     def encode_documents(self, documents: Iterable[bytes]) -> list[Tensor]:
-        """Each document with its EOS."""
-        return [self.encode_document(data) for data in documents]
+        """Each document with its EOS, as encode_document has it; the library uses all cores.
+
+        Raises ValueError as encode does, saying in which document.
+        """
+        texts = []
+        for number, data in enumerate(documents):
+            try:
+                texts.append(self._readable(data))
+            except ValueError as error:
+                raise ValueError(f"document {number}: {error}") from error
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception where a word is unknown
+            raise ValueError(f"the tokenizer cannot encode a document: {error}") from error
+        tokens = []
+        for number, encoding in enumerate(encodings):
+            if self._unknown is not None and self._unknown in encoding.ids:
+                self._ids(texts[number])  # which says what is unknown
+            tokens.append(torch.from_numpy(np.array([*encoding.ids, self.eos], dtype=np.int64)))
+        return tokens
 
     def decode(self, tokens: Tensor) -> bytes:
         """The UTF-8 text of one document; an EOS at its end adds none.
@@ -87,13 +101,24 @@ class JsonTokenizer:
         before the end: that is more than one document.
         """
         values = ids_of_one_document(tokens, self.eos)
-        for place, value in enumerate(values):
+        for value in set(values):
             if value < 0 or self._tokenizer.id_to_token(value) is None:
                 raise ValueError(
-                    f"token {place} is {value}; the vocabulary is 0..{self.vocabulary_size - 1}"
+                    f"token {values.index(value)} is {value}; the vocabulary is "
+                    f"0..{self.vocabulary_size - 1}"
                 )
         text: str = self._tokenizer.decode(values, skip_special_tokens=False)
         return text.encode("utf-8")
+
+    def _readable(self, data: bytes) -> str:
+        """The text; ValueError if it is not UTF-8 or has a character that no token can hold."""
+        text = _text(data)
+        for character in set(text) - self._known:
+            # White space may be what separates tokens and become none.
+            if not (self._ids(character) or character.isspace()):
+                raise ValueError(f"no token can hold {character!r} (U+{ord(character):04X})")
+            self._known.add(character)
+        return text
 
     def _ids(self, text: str, unknown_is_an_error: bool = True) -> list[int]:
         try:
@@ -101,7 +126,8 @@ class JsonTokenizer:
         except Exception as error:  # the library raises bare Exception where a word is unknown
             if not unknown_is_an_error:
                 return []
-            raise ValueError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
+            code = f" (U+{ord(text):04X})" if len(text) == 1 else ""
+            raise ValueError(f"the tokenizer cannot encode {text[:40]!r}{code}: {error}") from error
         ids: list[int] = encoding.ids
         if unknown_is_an_error and self._unknown in ids:
             start, stop = encoding.offsets[ids.index(self._unknown)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.data.labels import PADDING_DOCUMENT
 
-TAILS = ("pad", "drop")
+TAILS = ("pad", "drop", "wrap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,8 @@ def pack(documents: Sequence[Tensor], row_tokens: int, tail: str) -> Rows:
 
     documents: [len_i] int64 each, ended by EOS where the document is complete; an empty one takes
     no room. row_tokens: T. tail: what becomes of a last row that is not full: "pad" fills it with
-    padding, the document's last token repeated under `PADDING_DOCUMENT`; "drop" leaves out its
+    padding, the document's last token repeated under `PADDING_DOCUMENT`; "wrap" with the stream's
+    first tokens again, whose document i is then number i + len(documents); "drop" leaves out its
     (sum(len_i) - 1) mod T targets.
 
     Raises ValueError for row_tokens < 1, another tail, documents that are not [len] int64, or when
@@ -74,7 +75,7 @@ def pack(documents: Sequence[Tensor], row_tokens: int, tail: str) -> Rows:
     lengths = torch.tensor([len(document) for document in documents])
     num_tokens = int(lengths.sum())
     full, left = divmod(max(num_tokens - 1, 0), row_tokens)
-    num_rows = max(full + (left > 0), min(num_tokens, 1)) if tail == "pad" else full
+    num_rows = full if tail == "drop" else max(full + (left > 0), min(num_tokens, 1))
     if num_rows == 0:
         raise ValueError(
             f"no row: {num_tokens} tokens, rows of {row_tokens} + 1, tail {tail!r}; give more text"
@@ -82,8 +83,14 @@ def pack(documents: Sequence[Tensor], row_tokens: int, tail: str) -> Rows:
     stream = torch.cat(list(documents))
     owners = torch.repeat_interleave(torch.arange(len(documents), dtype=torch.int32), lengths)
     missing = max(0, num_rows * row_tokens + 1 - num_tokens)
-    stream = torch.cat([stream, stream[-1:].expand(missing)])
-    owners = torch.cat([owners, owners.new_full((missing,), PADDING_DOCUMENT)])
+    if tail == "wrap":
+        places = torch.arange(num_tokens, num_tokens + missing)
+        laps = (places // num_tokens).int()
+        owners = torch.cat([owners, owners[places % num_tokens] + laps * len(documents)])
+        stream = torch.cat([stream, stream[places % num_tokens]])
+    else:
+        stream = torch.cat([stream, stream[-1:].expand(missing)])
+        owners = torch.cat([owners, owners.new_full((missing,), PADDING_DOCUMENT)])
     documents_R = owners.unfold(0, row_tokens + 1, row_tokens)[:num_rows].contiguous()
     return Rows(
         tokens=stream.unfold(0, row_tokens + 1, row_tokens)[:num_rows].contiguous(),

@@ -44,6 +44,21 @@ class TrainingText:
     held_out_bytes: int
     remark: str = ""
 
+    @property
+    def row_tokens(self) -> int:
+        """T."""
+        return self.training.row_tokens
+
+    @property
+    def training_sha256(self) -> str:
+        """Of the rows to train on."""
+        return rows_sha256(self.training)
+
+    @property
+    def held_out_sha256(self) -> str:
+        """Of the rows that are held out."""
+        return rows_sha256(self.held_out)
+
     def windows(self, seed: int, num_updates: int) -> Windows:
         """The first `num_updates` windows to train on, epoch after epoch in another order."""
         return Windows(self.training, seed, num_updates)
@@ -113,6 +128,11 @@ class Windows:
     def windows_per_epoch(self) -> int:
         """Also counts a last window that is not full."""
         return -(-self.rows.num_rows // (self.rows_per_microbatch * self.microbatches_per_window))
+
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens of a pass."""
+        return sum(window.num_targets for window in self._from(self._first))
 
     @cached_property
     def rows_sha256(self) -> str:

@@ -57,7 +57,7 @@ def whole_number(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m reference.ledger",
-        description="Parameters, memory, FLOPs, time, cache and windows of a planned run.",
+        description="Parameters, memory, FLOPs, time, communication, cache and windows of a run.",
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), required=True)
     add = parser.add_argument

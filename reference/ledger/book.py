@@ -14,6 +14,7 @@ from rich.table import Table
 
 from reference.config import DecoderConfig, ModelConfig
 from reference.ledger.adapter_book import adapters_table
+from reference.ledger.communication_book import communication_table
 from reference.ledger.flops import FlopsConvention, flops_of_parameters, training_flops
 from reference.ledger.memory import GIB, MIB, MIXED, kv_cache_bytes, training_memory
 from reference.ledger.parameters import parameter_count, rotary_frequencies
@@ -69,6 +70,7 @@ def print_book(run: PlannedRun, console: Console) -> None:
         *_adapters(run),
         flops_table(run),
         time_table(run),
+        communication_table(run.config, run.num_ranks, run.num_microbatches),
         cache_table(run),
         windows_table(run),
     ]

@@ -53,9 +53,9 @@ def breaks_at(update, change):
     """A model whose parameters `change` spoils in place before that update, as a bad step would."""
     calls = []
 
-    def accumulate(model, window, group):
+    def accumulate(model, *arguments):
         calls.append(model)
-        return ROLES["accumulate"](model, window, group)
+        return ROLES["accumulate"](model, *arguments)
 
     def optimizer_step(*arguments):
         ROLES["optimizer_step"](*arguments)

@@ -62,7 +62,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones():
         ("initializer_std", -0.02),
         ("qkv_bias", 1),
         ("tied_head", None),
-        ("compute_dtype", torch.float16),
+        ("compute_dtype", torch.int32),
         ("compute_dtype", "bfloat16"),
         ("tokenizer_vocabulary", 258),
         ("tokenizer_vocabulary", 0),

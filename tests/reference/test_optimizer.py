@@ -68,9 +68,22 @@ def test_a_limit_that_is_not_positive_is_refused(limit):
         clip_grad_norm([with_gradient(1.0)], limit, None)
 
 
-def test_several_processes_are_refused():
-    with pytest.raises(ValueError, match="one process"):
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="group must be None"):
         clip_grad_norm([with_gradient(1.0)], 1.0, object())
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 0.0, -math.inf, math.nan])
+def test_a_norm_of_another_type_is_refused(norm_type):
+    with pytest.raises(ValueError, match="norm_type must be 2 or inf"):
+        clip_grad_norm([with_gradient(1.0)], 1.0, None, norm_type)
+
+
+def test_the_infinity_norm_is_the_largest_element_of_all():
+    first, second = with_gradient(3.0), with_gradient(1.0, -4.0)
+    assert clip_grad_norm([first, second], 1.0, None, math.inf) == 4.0
+    assert torch.equal(first.grad, torch.tensor([0.75]))
+    assert torch.equal(second.grad, torch.tensor([0.25, -1.0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -55,7 +55,7 @@ def test_an_empty_document_takes_no_room_and_keeps_its_number():
         (documents(0, 0), 4, "pad", "no row"),
         (documents(3), 4, "drop", "no row"),
         (documents(3), 0, "pad", "row_tokens is 0"),
-        (documents(3), 4, "wrap", "pad, drop"),
+        (documents(3), 4, "fold", "pad, drop"),
         ([torch.zeros(2, 2).long()], 4, "pad", "document 0"),
         ([torch.zeros(2).int()], 4, "pad", "int32"),
     ],

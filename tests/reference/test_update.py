@@ -29,8 +29,8 @@ def window(seed=0, num_rows=2):
     return Window((Microbatch(ids, ids.roll(-1, 1), torch.arange(8).expand(num_rows, 8)),))
 
 
-def test_several_processes_are_refused():
-    with pytest.raises(ValueError, match="one process"):
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="group must be None"):
         accumulate(fresh().model, window(), object())
 
 

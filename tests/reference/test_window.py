@@ -119,3 +119,35 @@ def test_to_moves_every_tensor():
     for part in moved.microbatches:
         tensors = (part.input_ids, part.labels, part.positions, part.documents)
         assert {t.device.type for t in tensors if t is not None} == {"meta"}
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 4])
+def test_shares_together_are_the_rows_of_the_window(num_shares):
+    window = rows_of([[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10]], [[11, 12], [13, 14], [15, 16]])
+    shares = [window.share(index, num_shares) for index in range(num_shares)]
+    assert {len(share.microbatches) for share in shares} == {3}
+    dealt = {}
+    for index, share in enumerate(shares):
+        rows = [r for m in share.microbatches for r in m.rows(0, m.num_rows).input_ids.tolist()
+                if int((m.labels != NO_TARGET).sum())]  # fmt: skip
+        dealt |= {index + num_shares * place: row for place, row in enumerate(rows)}
+    assert [dealt[index] for index in range(8)] == [[2 * i + 1, 2 * i + 2] for i in range(8)]
+    assert sum(share.num_targets for share in shares) == window.num_targets
+
+
+def test_a_share_without_a_row_reads_one_without_targets():
+    share = rows_of([[1, 2], [3, 4]]).share(2, 3)
+    assert (share.num_rows, share.num_targets) == (1, 0)
+    assert share.microbatches[0].input_ids.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_share_that_does_not_exist_is_refused(index):
+    with pytest.raises(ValueError, match="does not exist"):
+        rows_of([[1, 2]]).share(index, 2)
+
+
+def rows_of(*microbatches):
+    """A window in which every token is a target."""
+    ids = [torch.tensor(rows) for rows in microbatches]
+    return Window(tuple(Microbatch(i, i, torch.arange(2).expand_as(i)) for i in ids))

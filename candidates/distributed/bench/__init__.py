@@ -1,0 +1,1 @@
+"""Beside the wrappers, and not one of them: what they cost."""

@@ -1,0 +1,252 @@
+"""How fast documents become shards, beside `datasets` and `tokenizers`, and beside datatrove.
+
+    python -m candidates.peers.data_benchmark SOURCE... [--max-bytes N] [--workers 2]
+                                              [--datatrove PYTHON] [--at-least 1.0] [--rounds 1]
+
+The sources' documents are first written as JSON lines, one file a worker, which all sides read.
+
+    reference    prepare: exact and near duplicates, split, BPE, token ids, shards, contamination
+    datasets     load_dataset, exact duplicates by SHA-256, BPE of the same library from the same
+                 number of bytes, `map` to token ids, `map` to windows, save_to_disk
+    datatrove    JSON lines to near-duplicate clusters to JSON lines of what stays
+
+The sides take turns, each in a process of its own, so that memory can be told; seconds are of the
+wall. Two ratios: datasets / reference, where the reference leaves out nearly nothing but its
+contamination check, which the other side does not make; and datatrove / reference's reading and
+duplicates. Exit status 1 if one is below --at-least. PYTHON is an interpreter that has datatrove.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from reference.data.clean import CleanSettings, clean
+from reference.data.policy import PackingPolicy
+from reference.data.prepare import PrepareSettings, prepare
+from reference.data.sources import chunks, parse_sources, read_chunk
+from reference.data.tokenizing import BPE_BYTES
+
+VOCABULARY, WINDOW_TOKENS = 8192, 1024
+MAX_DOCUMENT_BYTES = 16 * 2**20
+
+
+def write_lines(sources: list[str], folder: Path, num_files: int, max_bytes: int) -> int:
+    """JSON lines of the sources' documents that are text; how many bytes of text."""
+    parsed = parse_sources(sources)
+    files = [(folder / f"{number}.jsonl").open("w") for number in range(num_files)]
+    num_bytes = number = 0
+    for chunk in chunks(parsed, MAX_DOCUMENT_BYTES, 0):
+        for document in read_chunk(chunk, parsed[chunk.source].fields, MAX_DOCUMENT_BYTES):
+            cleaned = clean(document.data, CleanSettings())
+            if cleaned.dropped is None and num_bytes < max_bytes:
+                row = {"text": cleaned.text.decode(), "id": str(number)}
+                files[number % num_files].write(json.dumps(row) + "\n")
+                num_bytes += len(cleaned.text)
+                number += 1
+    for file in files:
+        file.close()
+    return num_bytes
+
+
+def run_reference(lines: Path, out: Path, num_workers: int) -> dict[str, Any]:
+    """Seconds of each stage, and what stays."""
+    begins: dict[str, float] = {}
+
+    def note(stage: str, num_done: int) -> None:
+        if num_done == 0:
+            begins[stage] = time.perf_counter()
+
+    begin = time.perf_counter()
+    settings = PrepareSettings(PackingPolicy(WINDOW_TOKENS), tokenizer=f"bpe:{VOCABULARY}")
+    manifest = prepare(parse_sources([str(lines)]), out, settings, num_workers, note)
+    end = time.perf_counter()
+    ends = [*list(begins.values())[1:], end]
+    stages = {name: stop - start for (name, start), stop in zip(begins.items(), ends, strict=True)}
+    return {
+        "seconds": end - begin,
+        "stages": stages,
+        "num_tokens": sum(shard.num_tokens for shard in manifest.shards),
+        "num_documents": sum(shard.num_documents for shard in manifest.shards),
+    }
+
+
+def run_datasets(lines: Path, out: Path, num_workers: int) -> dict[str, Any]:
+    """As its users write it: hash, filter, train, map, group, save."""
+    import datasets
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    datasets.disable_progress_bars()
+    begin = time.perf_counter()
+    files = sorted(map(str, lines.glob("*.jsonl")))
+    rows = datasets.load_dataset(
+        "json", data_files=files, split="train", num_proc=num_workers, cache_dir=str(out / "cache")
+    )
+    rows = rows.map(
+        lambda batch: {"sha256": [hashlib.sha256(t.encode()).digest() for t in batch["text"]]},
+        batched=True,
+        num_proc=num_workers,
+    )
+    seen: set[bytes] = set()
+    kept = [
+        i
+        for i, name in enumerate(rows["sha256"])
+        if name not in seen and not seen.add(name)  # type: ignore[func-returns-value]
+    ]
+    rows = rows.select(kept)
+    read = time.perf_counter()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    total = sum(len(text) for text in rows["text"])
+    step = max(-(-total // BPE_BYTES), 1)
+    tokenizer.train_from_iterator(
+        (batch["text"][::step] for batch in rows.iter(1000)), trainer, length=len(rows)
+    )
+    trained = time.perf_counter()
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"input_ids": [[*encoding.ids, 0] for encoding in encodings]}
+
+    def group(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        stream = [token for ids in batch["input_ids"] for token in ids]
+        stop = len(stream) // WINDOW_TOKENS * WINDOW_TOKENS
+        return {"input_ids": [stream[i : i + WINDOW_TOKENS] for i in range(0, stop, WINDOW_TOKENS)]}
+
+    options = {"batched": True, "num_proc": num_workers}
+    rows = rows.map(encode, remove_columns=rows.column_names, **options)
+    num_tokens = sum(map(len, rows["input_ids"]))
+    encoded = time.perf_counter()
+    rows.map(group, **options).save_to_disk(str(out / "windows"))
+    end = time.perf_counter()
+    stages = {"read": read - begin, "tokenizer": trained - read, "tokenize": encoded - trained}
+    return {
+        "seconds": end - begin,
+        "stages": {**stages, "windows": end - encoded},
+        "num_tokens": num_tokens,
+        "num_documents": len(kept),
+    }
+
+
+SIDES = {"reference": run_reference, "datasets": run_datasets}
+
+
+def measured(side: str, lines: Path, num_workers: int, python: str | None) -> dict[str, Any]:
+    """Runs one side in a process of its own, on an empty folder."""
+    with tempfile.TemporaryDirectory(dir=lines.parent) as folder:
+        out = Path(folder) / "out"
+        if side == "datatrove":
+            script = str(Path(__file__).with_name("datatrove_minhash.py"))
+            begin = time.perf_counter()
+            done = subprocess.run(
+                [str(python), script, str(lines), str(out), str(num_workers)],
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                raise RuntimeError(f"datatrove failed: {done.stderr[-500:]}")
+            stays = int(done.stdout.split("kept ")[-1].split()[0])
+            return {"seconds": time.perf_counter() - begin, "num_documents": stays}
+        command = [sys.executable, "-m", __spec__.name, "--side", side, str(lines), str(out)]
+        done = subprocess.run(
+            [*command, "--workers", str(num_workers)], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{side} failed: {done.stderr[-500:]}")
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process, and of its largest child, together."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return 1024 * sum(resource.getrusage(one).ru_maxrss for one in who)
+
+
+def main() -> int:
+    """0, or 1 if a ratio is below the bound."""
+    options = _options()
+    if options.side:
+        found = SIDES[options.side](Path(options.sources[0]), Path(options.sources[1]),
+                                    options.workers)  # fmt: skip
+        print(json.dumps({**found, "peak_bytes": peak_bytes()}))
+        return 0
+    sides = [*SIDES, *(["datatrove"] if options.datatrove else [])]
+    best: dict[str, dict[str, Any]] = {}
+    work = Path(tempfile.mkdtemp(prefix="touchstone-data-", dir=options.scratch))
+    try:
+        lines = work / "lines"
+        lines.mkdir()
+        num_bytes = write_lines(options.sources, lines, options.workers, options.max_bytes)
+        for number in range(options.rounds):
+            for side in sides if number % 2 == 0 else sides[::-1]:
+                found = measured(side, lines, options.workers, options.datatrove)
+                if side not in best or found["seconds"] < best[side]["seconds"]:
+                    best[side] = found
+    finally:
+        shutil.rmtree(work)
+    return _told(best, num_bytes, options)
+
+
+def _told(best: dict[str, dict[str, Any]], num_bytes: int, options: argparse.Namespace) -> int:
+    heads = ("side", "seconds", "MB/s", "documents", "tokens", "peak MiB", "stages")
+    table = Table(*heads, title=f"{num_bytes / 1e6:.1f} MB of text, {options.workers} workers")
+    for side, found in best.items():
+        stages = ", ".join(f"{k} {v:.1f}" for k, v in found.get("stages", {}).items())
+        table.add_row(
+            side, f"{found['seconds']:.1f}", f"{num_bytes / 1e6 / found['seconds']:.2f}",
+            f"{found['num_documents']:,}", f"{found.get('num_tokens', 0):,}",
+            f"{found.get('peak_bytes', 0) / 2**20:,.0f}", stages,
+        )  # fmt: skip
+    Console(width=160).print(table)
+    own = best["reference"]["stages"]
+    ratios = {
+        "datasets / reference, all of it": best["datasets"]["seconds"]
+        / best["reference"]["seconds"],
+        "datasets / reference without its check": best["datasets"]["seconds"]
+        / (best["reference"]["seconds"] - own["check"]),
+    }
+    if "datatrove" in best:
+        ratios["datatrove / reading and duplicates"] = best["datatrove"]["seconds"] / (
+            own["read"] + own["duplicates"]
+        )
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}")
+    return int(min(ratios.values()) < options.at_least)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m candidates.peers.data_benchmark")
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="SOURCE")
+    add("--max-bytes", type=int, default=200_000_000, metavar="N")
+    add("--workers", type=int, default=2, metavar="N")
+    add("--rounds", type=int, default=1, metavar="N", help="the fastest of N counts")
+    add("--datatrove", metavar="PYTHON", help="an interpreter that has datatrove")
+    add("--at-least", type=float, default=1.0, metavar="RATIO")
+    add("--scratch", metavar="DIR", help="where the text is written, three times")
+    add("--side", choices=SIDES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""How the ranks of a job ended, and the words for it when one did not finish."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.collectives import Collective, read
+from harness.rank_process import files
+
+NUM_LOG_LINES = 20
+LAUNCHER_FILES = (
+    "torch/distributed/elastic",
+    "torch/multiprocessing",
+    "/multiprocessing/",
+    "<string>",
+    "harness/rank_process.py",
+)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    ``how``: "finished", "raised" an exception, "died" without a word, or was still "running" when
+    the launcher ended it. ``words`` go on after "rank 1 …". ``log`` is a traceback, or the stack
+    at the end, and the last lines that the rank printed.
+    """
+
+    index: int
+    how: str
+    words: str
+    collectives: list[Collective]
+    log: str = ""
+    ended_s: float = float("inf")  # when it raised
+    result: Any = None
+    called: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        num = len(self.collectives)
+        issued = f"{num} collective{'s' * (num != 1)}"
+        last = f", the last: {self.collectives[-1]}" if num else ""
+        return f"rank {self.index} {self.words}; it issued {issued}{last}"
+
+
+def read_end(
+    folder: Path, index: int, local_index: int, exit_status: int | None, late: bool
+) -> RankEnd:
+    """The end of a rank, from its files in ``folder`` and from what the launcher saw.
+
+    ``exit_status`` is None unless the launcher saw it fail; ``late`` if the deadline was over.
+    """
+    own = files(folder, index)
+    collectives, printed = read(own["collectives"]), _printed(folder, local_index)
+    if own["result"].exists():
+        result, called = torch.load(own["result"], map_location="cpu", weights_only=False)
+        return RankEnd(
+            index, "finished", "finished", collectives, printed, result=result, called=called
+        )
+    if own["exception"].exists():
+        name, text, told, ended_s, called = pickle.loads(own["exception"].read_bytes())
+        words = f"raised {name}: {text}"
+        return RankEnd(index, "raised", words, collectives, told + printed, ended_s, called=called)
+    stack = _own_frames(own["stack"].read_text()) if own["stack"].exists() else ""
+    if stack or late:
+        words = "was still running when it was ended" if stack else "gave no sign of life"
+        return RankEnd(index, "running", words, collectives, stack + printed)
+    return RankEnd(index, "died", _death(exit_status), collectives, printed)
+
+
+def _own_frames(stack: str) -> str:
+    """The frames of a stack without those in which every rank begins."""
+    lines = stack.splitlines(keepends=True)
+    return "".join(line for line in lines if not any(file in line for file in LAUNCHER_FILES))
+
+
+def _death(exit_status: int | None) -> str:
+    if exit_status is None:
+        return "ended without a word"
+    if exit_status >= 0:
+        return f"ended itself with exit status {exit_status}"
+    return f"died of signal {-exit_status} ({signal.Signals(-exit_status).name})"
+
+
+def _printed(folder: Path, local_index: int) -> str:
+    """The last lines that a rank of this host printed, from the launcher's files."""
+    texts = [file.read_text(errors="replace") for kind in ("stdout", "stderr")
+             for file in folder.glob(f"*/attempt_0/{local_index}/{kind}.log")]  # fmt: skip
+    lines = "".join(texts).splitlines()
+    return "".join(f"{line}\n" for line in lines[-NUM_LOG_LINES:])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why not all ranks finished.
+
+    ``kind``: "died" if any died without a word, else "hung" if the deadline ended them, else
+    "raised". ``ranks``: those that died; those that hung with the fewest collectives, for whom
+    the others wait; or the one that raised first. ``ends`` has every rank, in their order.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    ends: tuple[RankEnd, ...]
+    timeout_s: float
+
+    @property
+    def fewest(self) -> tuple[int, ...]:
+        """The ranks that issued fewer collectives than another one."""
+        most = max(len(end.collectives) for end in self.ends)
+        return tuple(end.index for end in self.ends if len(end.collectives) < most)
+
+    def __str__(self) -> str:
+        what = {"died": "died", "raised": "raised an exception",
+                "hung": f"did not end within {self.timeout_s:g} s"}[self.kind]  # fmt: skip
+        lines = [
+            f"of {len(self.ends)} ranks, rank {_listed(self.ranks)} {what}",
+            *map(str, self.ends),
+        ]
+        if self.fewest:
+            lines.append(f"fewer collectives than the others: rank {_listed(self.fewest)}")
+        for end in sorted(self.ends, key=lambda end: (end.index not in self.ranks, end.index)):
+            if end.log:
+                lines += [f"--- rank {end.index} ---", end.log.rstrip()]
+        return "\n".join(lines)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " and ".join(map(str, ranks))
+
+
+def failure_of(ends: Sequence[RankEnd], timeout_s: float, late: bool) -> Failure | None:
+    """The failure of a job, or None if every rank finished."""
+    if all(end.how == "finished" for end in ends):
+        return None
+    died = tuple(end.index for end in ends if end.how == "died")
+    if died:
+        return Failure("died", died, tuple(ends), timeout_s)
+    first = min(ends, key=lambda end: end.ended_s)
+    if not late:
+        return Failure("raised", (first.index,), tuple(ends), timeout_s)
+    fewest = min(len(end.collectives) for end in ends)
+    silent = tuple(end.index for end in ends if len(end.collectives) == fewest)
+    return Failure("hung", silent, tuple(ends), timeout_s)
+
+
+class RanksFailed(RuntimeError):
+    """Not all ranks finished; ``failure`` has the details."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure

@@ -1,0 +1,232 @@
+"""Fifth stage: the written shards are read back, decoded, and evaluation is compared with training.
+
+runs.npy               the distinct runs of words of the validation shards, sorted
+contamination.json     written last: what the manifest says
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from reference.data.contamination import ContaminationSettings, RunIndex, overlaps
+from reference.data.manifest import COMPLETE, TOKENIZER, TRAIN, UNFINISHED, VALIDATION, ShardRecord
+from reference.data.open_tokenizer import Tokenizer, open_tokenizer
+from reference.data.shards import open_documents
+from reference.data.shingles import Hashes, shingles
+from reference.data.work import Workers, write_whole
+
+PIECE_TOKENS = 2**21
+NUM_WORST = 10
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Documents first to stop of one shard."""
+
+    shard: ShardRecord
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Shards as they lie in a folder, and what decodes them."""
+
+    folder: Path
+    eos: int
+    id_dtype: str
+
+    def texts(self, piece: _Piece) -> tuple[list[bytes], int]:
+        """The decoded documents, and how many of them are not what was tokenized."""
+        table = open_documents(self.folder, piece.shard).slice(
+            piece.first, piece.stop - piece.first
+        )
+        starts = table["start"].to_numpy()
+        ends = starts + table["num_tokens"].to_numpy()
+        dtype = np.dtype(self.id_dtype).newbyteorder("<")
+        with (self.folder / piece.shard.tokens_file).open("rb") as file:
+            file.seek(int(starts[0]) * dtype.itemsize)
+            ids = np.fromfile(file, dtype, int(ends[-1] - starts[0])).astype(np.int64)
+        tokenizer = _tokenizer(self.folder, self.eos)
+        texts = [
+            tokenizer.decode(torch.from_numpy(ids[start:end]))
+            for start, end in zip(starts - starts[0], ends - starts[0], strict=True)
+        ]
+        stated = table["sha256"].to_pylist()
+        changed = sum(hashlib.sha256(t).digest() != s for t, s in zip(texts, stated, strict=True))
+        return texts, changed
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path, eos: int) -> Tokenizer:
+    return open_tokenizer(folder / TOKENIZER, eos)
+
+
+@lru_cache(maxsize=1)
+def _index(file: Path) -> RunIndex:
+    return RunIndex(np.load(file, mmap_mode="r"))
+
+
+def check_shards(
+    work: Path,
+    folder: Path,
+    shards: list[ShardRecord],
+    tokenizer: Tokenizer,
+    id_dtype: str,
+    settings: ContaminationSettings,
+    workers: Workers,
+    progress: Callable[[int], None],
+) -> dict[str, Any]:
+    """The "contamination" of the manifest of `folder`, over the shards that are written in it.
+
+    num_shared_documents: of validation, whose decoded bytes are a training document's;
+    num_decoded_differently: documents whose decoded bytes are not those that were tokenized;
+    num_overlapping_documents: of validation, whose overlap is at least the threshold;
+    overlaps: [10] documents whose overlap is in 0 to 0.1, …, 0.9 to 1; worst: the highest overlaps.
+    progress(tokens).
+    """
+    file = work / "contamination.json"
+    if not file.exists():
+        written = _Shards(folder, tokenizer.eos, id_dtype)
+        pieces = {split: list(_pieces(folder, shards, split)) for split in (TRAIN, VALIDATION)}
+        evaluation = _read_evaluation(
+            work, written, pieces[VALIDATION], settings, workers, progress
+        )
+        names, runs, num_changed = evaluation
+        hit = np.zeros(len(runs), bool)
+        shared: set[bytes] = set()
+        job = partial(_search, written, work / "runs.npy", names, settings)
+        for piece, found in zip(pieces[TRAIN], workers.map(job, pieces[TRAIN]), strict=True):
+            own_names, own_hits, own_changed = found
+            shared |= own_names
+            hit[own_hits] = True
+            num_changed += own_changed
+            progress(_num_tokens(piece))
+        np.save(work / "hit.npy", hit)
+        result = {
+            "status": COMPLETE,
+            **asdict(settings),
+            "num_train_documents": _num_documents(pieces[TRAIN]),
+            "num_validation_documents": _num_documents(pieces[VALIDATION]),
+            "num_shared_documents": len(shared),
+            "num_decoded_differently": num_changed,
+            "num_ngrams": len(runs),
+            "num_shared_ngrams": int(hit.sum()),
+            **_overlaps(work, written, pieces[VALIDATION], settings, workers),
+        }
+        write_whole(file, json.dumps(result).encode())
+    content: dict[str, Any] = json.loads(file.read_bytes())
+    return content
+
+
+def unchecked() -> dict[str, Any]:
+    """The "contamination" of a folder whose check was left out."""
+    return {"status": UNFINISHED}
+
+
+def _pieces(folder: Path, shards: list[ShardRecord], split: str) -> Iterator[_Piece]:
+    for shard in shards:
+        if shard.split != split:
+            continue
+        ends = np.cumsum(open_documents(folder, shard)["num_tokens"].to_numpy())
+        first = 0
+        while first < len(ends):
+            done = int(ends[first - 1]) if first else 0
+            stop = int(np.searchsorted(ends, done + PIECE_TOKENS)) + 1
+            yield _Piece(shard, first, min(stop, len(ends)))
+            first = stop
+
+
+def _num_documents(pieces: list[_Piece]) -> int:
+    return sum(piece.stop - piece.first for piece in pieces)
+
+
+def _num_tokens(piece: _Piece) -> int:
+    share = (piece.stop - piece.first) / piece.shard.num_documents
+    return round(piece.shard.num_tokens * share)
+
+
+def _read_evaluation(
+    work: Path,
+    written: _Shards,
+    pieces: list[_Piece],
+    settings: ContaminationSettings,
+    workers: Workers,
+    progress: Callable[[int], None],
+) -> tuple[frozenset[bytes], Hashes, int]:
+    """(SHA-256 of the decoded documents, their distinct runs, how many were decoded differently);
+    the runs are in runs.npy too.
+    """
+    names: set[bytes] = set()
+    parts: list[Hashes] = [np.zeros(0, np.uint64)]
+    num_changed = 0
+    job = partial(_describe, written, settings)
+    for piece, (own, runs, changed) in zip(pieces, workers.map(job, pieces), strict=True):
+        names |= own
+        parts.append(runs)
+        num_changed += changed
+        progress(_num_tokens(piece))
+    runs = np.unique(np.concatenate(parts))
+    np.save(work / "runs.npy", runs)
+    return frozenset(names), runs, num_changed
+
+
+def _describe(
+    written: _Shards, settings: ContaminationSettings, piece: _Piece
+) -> tuple[set[bytes], Hashes, int]:
+    texts, changed = written.texts(piece)
+    runs = np.unique(shingles(texts, settings.ngram_words)[0])
+    return {hashlib.sha256(text).digest() for text in texts}, runs, changed
+
+
+def _search(
+    written: _Shards,
+    runs_file: Path,
+    names: frozenset[bytes],
+    settings: ContaminationSettings,
+    piece: _Piece,
+) -> tuple[set[bytes], npt.NDArray[np.int64], int]:
+    texts, changed = written.texts(piece)
+    shared = {hashlib.sha256(text).digest() for text in texts} & names
+    hits = _index(runs_file).find(shingles(texts, settings.ngram_words)[0])
+    return shared, hits, changed
+
+
+def _overlaps(
+    work: Path,
+    written: _Shards,
+    pieces: list[_Piece],
+    settings: ContaminationSettings,
+    workers: Workers,
+) -> dict[str, Any]:
+    found: list[tuple[float, str, int]] = []
+    for own in workers.map(partial(_overlaps_of, work, written, settings), pieces):
+        found += own
+    shares = np.array([share for share, _, _ in found])
+    worst = sorted(found, key=lambda one: (-one[0], one[1], one[2]))[:NUM_WORST]
+    return {
+        "num_overlapping_documents": int((shares >= settings.threshold).sum()),
+        "overlaps": np.histogram(shares, 10, (0, 1))[0].tolist(),
+        "worst": [{"overlap": round(s, 4), "file": f, "row": r} for s, f, r in worst],
+    }
+
+
+def _overlaps_of(
+    work: Path, written: _Shards, settings: ContaminationSettings, piece: _Piece
+) -> list[tuple[float, str, int]]:
+    texts, _ = written.texts(piece)
+    runs, hit = (np.load(work / name, mmap_mode="r") for name in ("runs.npy", "hit.npy"))
+    shares = overlaps(texts, runs, hit, settings)
+    table = open_documents(written.folder, piece.shard).slice(piece.first, len(texts))
+    files, rows = table["file"].to_pylist(), table["row"].to_pylist()
+    return list(zip(shares, files, rows, strict=True))

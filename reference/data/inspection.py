@@ -1,0 +1,213 @@
+"""What is in a folder of shards, as tables and as one drawing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from reference.data.batches import shuffle
+from reference.data.clean import REASONS
+from reference.data.manifest import SPLITS, TOKENIZER, TRAIN, Manifest
+from reference.data.open_tokenizer import open_tokenizer
+from reference.data.order import Interleaving
+from reference.data.shards import open_documents
+from reference.data.windows import SplitWindows
+
+NUM_PHASES = 20
+SHOWN_CHARACTERS = 600
+SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
+
+
+def tables(
+    manifest: Manifest, directory: Path | str | None = None, num_windows: int = 0
+) -> list[Table]:
+    """Sources and what became of their documents first. With a directory also lengths, mixing, and
+    the first windows decoded, the boundaries of documents marked.
+    """
+    found = [_sources(manifest), _slices(manifest), _steps(manifest)]
+    if directory is None:
+        return found
+    windows = SplitWindows(directory, manifest, TRAIN)
+    found += [_lengths(manifest, directory), _mixing(manifest, windows)]
+    if num_windows:
+        found.append(_decoded(manifest, directory, windows, num_windows))
+    return found
+
+
+def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
+    """One picture: lengths of documents, tokens per byte, duplicates, mixing by phase.
+
+    The ending of `file` chooses the format (.png, .svg, .pdf). Raises ValueError for one that
+    matplotlib cannot write.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    lengths, density, dropped, mixing = figure.subplots(2, 2).flat
+    for split in SPLITS:
+        own = np.maximum(_num_tokens(manifest, directory, split), 1)
+        bins = np.geomspace(1, max(own.max() + 1, 2), 40)
+        lengths.hist(
+            own, bins, histtype="step", label=split, weights=np.full(len(own), 1 / len(own))
+        )
+    lengths.set(xscale="log", xlabel="tokens of a document", title="lengths, share of documents")
+    lengths.legend()
+    slices = manifest.slices
+    labels = [f"{_name(manifest, s.source)} {s.slice} {s.split}" for s in slices]
+    density.barh(labels, [_per_byte(s.num_tokens - s.num_documents, s.num_bytes) for s in slices])
+    density.set(title="tokens per byte, without EOS")
+    density.tick_params("y", labelsize=7)
+    names = [source.name for source in manifest.sources]
+    left = np.zeros(len(names))
+    for reason in _reasons(manifest):
+        counts = [source.dropped.get(reason) for source in manifest.sources]
+        share = [
+            count.num_bytes / max(source.num_bytes, 1) if count else 0.0
+            for count, source in zip(counts, manifest.sources, strict=True)
+        ]
+        dropped.barh(names, share, left=left, label=reason)
+        left += share
+    dropped.set(title="bytes dropped, share of the source", xlim=(0, max(left.max() * 1.1, 0.01)))
+    if left.any():
+        dropped.legend(fontsize=7)
+    phases, sources = _phases(manifest, SplitWindows(directory, manifest, TRAIN))
+    mixing.stackplot(np.arange(len(phases)), phases.T, labels=[names[i] for i in sources])
+    mixing.set(title="supervised tokens by source over an epoch", xlabel="phase", ylim=(0, 1))
+    mixing.legend(fontsize=7)
+    try:
+        figure.savefig(file, dpi=130)
+    except ValueError as error:
+        raise ValueError(f"cannot draw {file}: {error}") from error
+
+
+def _sources(manifest: Manifest) -> Table:
+    table = Table("source", "kind", "licence", "weight", "documents", "bytes", title="sources")
+    reasons = _reasons(manifest)
+    for reason in reasons:
+        table.add_column(reason, justify="right")
+    for source in manifest.sources:
+        counts = [source.dropped.get(reason) for reason in reasons]
+        weight = "its size" if source.weight is None else f"{source.weight:g}"
+        table.add_row(
+            source.name, source.kind, source.licence or "not stated", weight,
+            f"{source.num_documents:,}", f"{source.num_bytes:,}",
+            *(f"{count.num_documents:,}" if count else "" for count in counts),
+        )  # fmt: skip
+    return table
+
+
+def _slices(manifest: Manifest) -> Table:
+    heads = ("split", "source", "slice", "documents", "tokens", "bytes", "tokens per byte")
+    table = Table(*heads, title="what is written")
+    for one in manifest.slices:
+        density = _per_byte(one.num_tokens - one.num_documents, one.num_bytes)
+        table.add_row(
+            one.split, _name(manifest, one.source), one.slice, f"{one.num_documents:,}",
+            f"{one.num_tokens:,}", f"{one.num_bytes:,}", f"{density:.4f}",
+        )  # fmt: skip
+    return table
+
+
+def _steps(manifest: Manifest) -> Table:
+    table = Table("step", "with", "found", title="steps, and the check")
+    for step in manifest.steps:
+        results = manifest.contamination if step.name == "contamination" else step.results
+        table.add_row(step.name, _words(step.parameters), _words(results))
+    tokenizer, policy = manifest.tokenizer, manifest.policy
+    table.add_row("ids", tokenizer.id_dtype, f"{tokenizer.vocabulary_size} tokens")
+    table.add_row("packing", _words(policy), "")
+    return table
+
+
+def _lengths(manifest: Manifest, directory: Path | str) -> Table:
+    heads = [f"{share:.0%}" for share in SHARES]
+    table = Table("split", *heads, title="tokens of a document, at these shares of documents")
+    for split in SPLITS:
+        values = np.quantile(_num_tokens(manifest, directory, split), SHARES)
+        table.add_row(split, *(f"{value:,.0f}" for value in values))
+    return table
+
+
+def _mixing(manifest: Manifest, windows: SplitWindows) -> Table:
+    phases, sources = _phases(manifest, windows)
+    names = [_name(manifest, source) for source in sources]
+    table = Table("part of an epoch", *names, title="share of the supervised tokens")
+    for number, row in enumerate(phases):
+        table.add_row(
+            f"{number / len(phases):.0%} to {(number + 1) / len(phases):.0%}",
+            *(f"{share:.2%}" for share in row),
+        )
+    return table
+
+
+def _decoded(
+    manifest: Manifest, directory: Path | str, windows: SplitWindows, num_windows: int
+) -> Table:
+    tokenizer = open_tokenizer(Path(directory) / TOKENIZER, manifest.tokenizer.eos)
+    table = Table("window", "tokens", "document", "text", title="windows", show_lines=True)
+    step = max(windows.num_windows // num_windows, 1)
+    for number in range(0, windows.num_windows, step)[:num_windows]:
+        tokens = windows.read(torch.tensor([number])).tokens[0]
+        for piece in windows.locate(number):
+            ids = tokens[piece.start : piece.stop]
+            ends = bool(ids[-1] == tokenizer.eos)
+            text = tokenizer.decode(ids).decode("utf-8", "replace")
+            if len(text) > SHOWN_CHARACTERS:
+                text = f"{text[: SHOWN_CHARACTERS // 2]} [...] {text[-SHOWN_CHARACTERS // 2 :]}"
+            record = piece.document
+            place = record.file if record.row < 0 else f"{record.file} row {record.row}"
+            about = f"{record.source}: {place}\nfrom its token {piece.first_token:,}"
+            shown = Text(text)
+            if ends:
+                shown.append(" <EOS>", style="bold reverse")
+            table.add_row(str(number), f"{piece.start}:{piece.stop}", Text(about), shown)
+    return table
+
+
+def _phases(manifest: Manifest, windows: SplitWindows) -> tuple[npt.NDArray[np.float64], list[int]]:
+    """([phases, sources] shares of the supervised tokens over one epoch, the sources)."""
+    chosen = [manifest.sources[source].weight for source in windows.sources]
+    weights = [weight for weight in chosen if weight is not None]
+    order = Interleaving(windows.targets, weights or None, manifest.seed, shuffle)
+    rows = order.rows(0, order.rows_per_epoch).numpy()
+    phases = []
+    for part in np.array_split(rows, min(NUM_PHASES, len(rows))):
+        sums = [
+            int(targets.numpy()[part[part[:, 0] == source, 2]].sum())
+            for source, targets in enumerate(windows.targets)
+        ]
+        phases.append(np.array(sums) / max(sum(sums), 1))
+    return np.array(phases), windows.sources
+
+
+def _num_tokens(manifest: Manifest, directory: Path | str, split: str) -> npt.NDArray[Any]:
+    parts = [
+        open_documents(directory, shard)["num_tokens"].to_numpy()
+        for shard in manifest.shards_of(split)
+    ]
+    return np.concatenate(parts)
+
+
+def _name(manifest: Manifest, source: int) -> str:
+    return manifest.sources[source].name
+
+
+def _reasons(manifest: Manifest) -> list[str]:
+    """Those for which something was dropped."""
+    return [r for r in REASONS if any(r in source.dropped for source in manifest.sources)]
+
+
+def _per_byte(num_tokens: int, num_bytes: int) -> float:
+    return num_tokens / max(num_bytes, 1)
+
+
+def _words(values: dict[str, Any]) -> str:
+    return "\n".join(
+        f"{name}: {value}" for name, value in values.items() if not isinstance(value, list)
+    )

@@ -1,0 +1,276 @@
+"""From sources to a folder of shards that says of every window where it came from.
+
+    read -> exact duplicates -> near duplicates -> split by cluster -> tokenizer -> shards -> check
+
+Each stage leaves its result in a working folder, so a preparation that was killed goes on, and the
+folder that it makes is the same, byte for byte, also for another number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reference.checkpoint import disk
+from reference.checkpoint.files import FileRecord
+from reference.checkpoint.temporary import remove
+from reference.data.checking import check_shards, unchecked
+from reference.data.clean import CleanSettings
+from reference.data.clustering import REASON, Assignment, assign
+from reference.data.contamination import ContaminationSettings
+from reference.data.ids import id_dtype_name
+from reference.data.manifest import (
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    Count,
+    Manifest,
+    ShardRecord,
+    SliceRecord,
+    SourceRecord,
+    StepRecord,
+    TokenizerRecord,
+    manifest_bytes,
+    read_manifest,
+)
+from reference.data.near_duplicates import DuplicateSettings
+from reference.data.policy import PackingPolicy
+from reference.data.reading import Read, read_sources
+from reference.data.shards import open_documents
+from reference.data.sources import Source, fingerprint
+from reference.data.tokenizing import make_tokenizer, parse_tokenizer, tokenize
+from reference.data.work import Workers, publish, working_folder
+from reference.data.writing import SHARD_TOKENS, write_file, write_shards
+from reference.hf.folder import refuse_content, refuse_place
+
+Progress = Callable[[str, int], None]
+# Which files of this room, and which libraries, a step's result depends on.
+STEPS = {
+    "read": (("sources", "text_files", "clean", "corpus", "reading"), ("pyarrow", "zstandard")),
+    "duplicates": (("shingles", "near_duplicates", "clustering", "split"), ("numpy", "rensa")),
+    "tokenizer": (("tokenizing", "bpe", "tokenizer", "json_tokenizer", "ids"), ("tokenizers",)),
+    "shards": (("writing", "shards", "manifest"), ("pyarrow",)),
+    "contamination": (("checking", "contamination", "shingles"), ("numpy",)),
+}
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """Everything that decides what is written, but the sources.
+
+    tokenizer: `bytes`, `characters`, `bpe:N` or a file; shard_tokens: a shard ends behind it;
+    check_contamination: False leaves the check unfinished, and then nothing is trained on it.
+    """
+
+    policy: PackingPolicy
+    tokenizer: str = "bytes"
+    validation_fraction: float = 0.05
+    seed: int = 0
+    clean: CleanSettings = field(default_factory=CleanSettings)
+    duplicates: DuplicateSettings = field(default_factory=DuplicateSettings)
+    contamination: ContaminationSettings = field(default_factory=ContaminationSettings)
+    check_contamination: bool = True
+    shard_tokens: int = SHARD_TOKENS
+
+
+def prepare(
+    sources: list[Source],
+    directory: Path | str,
+    settings: PrepareSettings,
+    num_workers: int = 1,
+    progress: Progress = lambda stage, num_done: None,
+) -> Manifest:
+    """Writes the folder `directory`; returns its manifest, read back.
+
+    progress(stage, more that is done: bytes, documents or tokens; 0 when the stage begins).
+
+    Raises ValueError for sources and settings that cannot be, FolderTakenError (a ValueError) if
+    there is something called `directory`, OSError if the disk is full or read-only. Nothing is
+    there then; what was done stays in a working folder beside it, for the next attempt.
+    """
+    directory = Path(directory).absolute()
+    refuse_place(directory)
+    parse_tokenizer(settings.tokenizer)
+    with (
+        working_folder(directory, preparation_key(sources, settings)) as work,
+        Workers(num_workers) as workers,
+    ):
+        stages = _Stages(work, sources, settings, workers, progress)
+        folder = work / "folder"
+        remove(folder)
+        disk.make_folder(folder)
+        manifest = stages.run(folder)
+        write_file(folder / MANIFEST, manifest_bytes(manifest))
+        read_back = read_manifest(folder)
+        refuse_content(directory)
+        with suppress(FileNotFoundError):
+            disk.remove_folder(directory)  # an empty one
+        publish(folder, directory)
+        remove(work)
+    return read_back
+
+
+def preparation_key(sources: list[Source], settings: PrepareSettings) -> str:
+    """SHA-256 of all that decides the result: sources, settings, code and libraries."""
+    hashed = hashlib.sha256(repr(settings).encode())
+    for source in sources:
+        hashed.update(fingerprint(source).encode())
+    for name in STEPS:
+        hashed.update(repr((_code(name), _libraries(name))).encode())
+    given = parse_tokenizer(settings.tokenizer).given
+    if given is not None:
+        hashed.update(given.file_bytes)
+    return hashed.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Stages:
+    work: Path
+    sources: list[Source]
+    settings: PrepareSettings
+    workers: Workers
+    progress: Progress
+
+    def run(self, folder: Path) -> Manifest:
+        """Everything but the manifest, written into `folder`; the manifest."""
+        settings, seed = self.settings, self.settings.seed
+        self.progress("read", 0)
+        read = read_sources(
+            self.work, self.sources, settings.clean, seed, self.workers, self._says("read")
+        )
+        self.progress("duplicates", 0)
+        assignment = assign(
+            read, settings.duplicates, settings.validation_fraction, seed, self.workers,
+            self._says("duplicates"),
+        )  # fmt: skip
+        self.progress("tokenizer", 0)
+        tokenizer, made = make_tokenizer(settings.tokenizer, read, assignment)
+        self.progress("tokenize", 0)
+        tokenize(read, assignment, tokenizer, self.workers, self._says("tokenize"))
+        self.progress("shards", 0)
+        shards, files = write_shards(folder, read, assignment, settings.shard_tokens)
+        files[TOKENIZER] = write_file(folder / TOKENIZER, tokenizer.file_bytes)
+        dtype = id_dtype_name(tokenizer.vocabulary_size)
+        found = unchecked()
+        if settings.check_contamination:
+            self.progress("check", 0)
+            found = check_shards(
+                self.work, folder, shards, tokenizer, dtype, settings.contamination, self.workers,
+                self._says("check"),
+            )  # fmt: skip
+        record = TokenizerRecord(
+            made.pop("kind"), tokenizer.sha256, tokenizer.vocabulary_size, tokenizer.eos, dtype
+        )
+        return self._manifest(folder, read, assignment, record, made, shards, files, found)
+
+    def _says(self, stage: str) -> Callable[[int], None]:
+        return lambda num_done: self.progress(stage, num_done)
+
+    def _manifest(
+        self,
+        folder: Path,
+        read: Read,
+        assignment: Assignment,
+        tokenizer: TokenizerRecord,
+        made: dict[str, Any],
+        shards: list[ShardRecord],
+        files: dict[str, FileRecord],
+        found: dict[str, Any],
+    ) -> Manifest:
+        settings = self.settings
+        duplicates = {
+            **asdict(settings.duplicates),
+            "algorithm": "R-MinHash of rensa, LSH by bands",
+        }
+        fraction = {"validation_fraction": settings.validation_fraction}
+        parameters: dict[str, dict[str, Any]] = {
+            "read": asdict(settings.clean),
+            "duplicates": {**duplicates, **fraction},
+            "tokenizer": {"tokenizer": tokenizer.kind, "size": tokenizer.vocabulary_size},
+            "shards": {"shard_tokens": settings.shard_tokens},
+            "contamination": asdict(settings.contamination),
+        }
+        results = {"duplicates": assignment.results, "tokenizer": made}
+        return Manifest(
+            sources=_source_records(self.sources, read, assignment),
+            tokenizer=tokenizer,
+            policy=settings.policy.to_json(),
+            seed=settings.seed,
+            steps=[
+                StepRecord(
+                    name, _code(name), _libraries(name), parameters[name], results.get(name, {})
+                )
+                for name in STEPS
+            ],
+            shards=shards,
+            slices=_slices(folder, shards),
+            contamination=found,
+            files=files,
+        )
+
+
+def _source_records(
+    sources: list[Source], read: Read, assignment: Assignment
+) -> list[SourceRecord]:
+    hashed = [hashlib.sha256() for _ in sources]
+    files: list[set[str]] = [set() for _ in sources]
+    sums = [[0, 0] for _ in sources]
+    dropped: list[dict[str, list[int]]] = [{} for _ in sources]
+    columns = ["raw_sha256", "raw_bytes", "file", "dropped"]
+    for chunk, start in enumerate(read.starts[:-1].tolist()):
+        source = read.sources[chunk]
+        table = read.documents(chunk, columns)
+        sizes = table["raw_bytes"].to_numpy()
+        hashed[source].update(b"".join(table["raw_sha256"].to_pylist()))
+        files[source].update(table["file"].unique().to_pylist())
+        sums[source][0] += len(sizes)
+        sums[source][1] += int(sizes.sum())
+        places = assignment.place[start : start + len(sizes)].tolist()
+        for reason, place, size in zip(
+            table["dropped"].to_pylist(), places, sizes.tolist(), strict=True
+        ):
+            if place < 0:
+                count = dropped[source].setdefault(reason or REASON[place], [0, 0])
+                count[0] += 1
+                count[1] += size
+    return [
+        SourceRecord(
+            name=source.name, kind=source.kind, origin=source.origin,
+            snapshot=hashed[i].hexdigest(), licence=source.licence, weight=source.weight,
+            num_files=len(files[i]), num_documents=sums[i][0], num_bytes=sums[i][1],
+            dropped={reason: Count(*count) for reason, count in sorted(dropped[i].items())},
+        )
+        for i, source in enumerate(sources)
+    ]  # fmt: skip
+
+
+def _slices(folder: Path, shards: list[ShardRecord]) -> list[SliceRecord]:
+    sums: dict[tuple[str, int, str], np.ndarray[Any, Any]] = {}
+    for shard in shards:
+        table = open_documents(folder, shard).select(["slice", "num_tokens", "num_bytes"])
+        counts = table.group_by("slice").aggregate(
+            [("num_tokens", "count"), ("num_tokens", "sum"), ("num_bytes", "sum")]
+        )
+        for row in counts.to_pylist():
+            key = (shard.split, shard.source, row["slice"])
+            own = [row["num_tokens_count"], row["num_tokens_sum"], row["num_bytes_sum"]]
+            sums[key] = sums.get(key, np.zeros(3, np.int64)) + own
+    keys = sorted(sums, key=lambda key: (SPLITS.index(key[0]), *key[1:]))
+    return [SliceRecord(*key, *sums[key].tolist()) for key in keys]
+
+
+def _code(step: str) -> str:
+    room = Path(__file__).parent
+    contents = [(room / f"{name}.py").read_bytes() for name in STEPS[step][0]]
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def _libraries(step: str) -> dict[str, str]:
+    return {name: version(name) for name in STEPS[step][1]}

@@ -1,0 +1,176 @@
+"""The command `python -m reference.data`: make a folder of shards, and look into one."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from reference.data.clean import CleanSettings
+from reference.data.inspection import draw, tables
+from reference.data.manifest import Manifest, read_manifest
+from reference.data.near_duplicates import KEEP, DuplicateSettings
+from reference.data.policy import CHOICES, PackingPolicy
+from reference.data.prepare import PrepareSettings, preparation_key, prepare
+from reference.data.sources import parse_sources
+from reference.data.work import leftovers
+from reference.options import whole_number
+
+DEFAULT_WINDOW_TOKENS = 1024
+UNITS = {
+    "read": "bytes",
+    "duplicates": "documents",
+    "tokenizer": "",
+    "tokenize": "documents",
+    "shards": "",
+    "check": "tokens",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1 if a folder could not be written; 130 or 143 if a signal stopped it; SystemExit with 2
+    for bad input.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        if options.command == "inspect":
+            _inspect(options)
+        else:
+            _prepare(options)
+    except ValueError as error:
+        parser.error(str(error))
+    except (OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return 143 if error.args else 130
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    policy = PackingPolicy(
+        options.window_tokens, **{name: getattr(options, name) for name in CHOICES}
+    )
+    settings = PrepareSettings(
+        policy=policy,
+        tokenizer=options.tokenizer,
+        validation_fraction=options.validation_fraction,
+        seed=options.seed,
+        clean=CleanSettings(refuse_invalid=options.refuse_invalid_utf8),
+        duplicates=DuplicateSettings(
+            threshold=options.near_duplicate_threshold, keep=options.near_duplicates
+        ),
+        check_contamination=not options.skip_contamination,
+    )
+    sources = parse_sources(options.sources)
+    key = preparation_key(sources, settings)
+    for folder in leftovers(options.out.absolute(), key):
+        print(f"note: {folder} is left of an unfinished preparation with other settings, sources "
+              f"or code; remove it if nobody needs it", file=sys.stderr)  # fmt: skip
+    with _shown() as progress:
+        manifest = prepare(sources, options.out, settings, options.workers, progress)
+    Console().print(tables(manifest)[0])
+    print(_summary(manifest, options.out))
+
+
+def _summary(manifest: Manifest, directory: Path) -> str:
+    found = manifest.contamination
+    lines = [f"{directory}: {sum(s.num_tokens for s in manifest.shards):,} tokens"]
+    if found["status"] == "complete":
+        lines.append(
+            f"validation against training: {found['num_shared_documents']} documents shared, "
+            f"{found['num_overlapping_documents']} of {found['num_validation_documents']} with "
+            f"{found['threshold']:.0%} or more of their {found['ngram_words']}-grams"
+        )
+    else:
+        lines.append("contamination not checked: nothing can be trained on this folder")
+    return "\n".join(lines)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    manifest = read_manifest(options.directory)
+    console = Console()
+    for table in tables(manifest, options.directory, options.windows):
+        console.print(table)
+    if options.drawing:
+        draw(manifest, options.directory, options.drawing)
+        print(f"drawn: {options.drawing}")
+
+
+class _Shown:
+    """The stages as bars without an end: how much there will be is known at the end only."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, object] = {}
+
+    def __call__(self, stage: str, num_done: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=None, unit=UNITS[stage])
+        self._bars.advance(self._tasks[stage], num_done)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _shown() -> Iterator[_Shown]:
+    console = Console(stderr=True)
+    columns = ("{task.description:<10}", "{task.completed:>15,.0f} {task.fields[unit]}")
+    bars = Progress(
+        TextColumn(columns[0]), BarColumn(20), TextColumn(columns[1]), TimeElapsedColumn(),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    with bars:
+        yield _Shown(bars)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m reference.data", description=main.__doc__)
+    parser.description = "Documents to shards with a manifest, and a look into them."
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("prepare", help="make DIR from sources")
+    defaults = PrepareSettings(PackingPolicy(DEFAULT_WINDOW_TOKENS))
+    add = make.add_argument
+    add("sources", nargs="+", metavar="SOURCE",
+        help="a file or folder (text, .jsonl, .parquet, .arrow; .gz and .zst of them), "
+        "datasets:NAME_OR_PATH, language, python-docs or python-library; options follow a question "
+        "mark, joined by &: name, weight, licence, field, slice, and for datasets: config, split, "
+        "revision, data_files")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="DIR", help="appears when it is complete")
+    add("--tokenizer", default=defaults.tokenizer, metavar="bytes|characters|bpe:N|FILE[?eos=ID]",
+        help=f"({defaults.tokenizer})")  # fmt: skip
+    add("--validation-fraction", type=float, default=defaults.validation_fraction, metavar="F",
+        help="of the clusters, held out (%(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the split")
+    add("--workers", type=whole_number, default=1, metavar="N", help="processes; same result")
+    add("--near-duplicate-threshold", type=float, default=defaults.duplicates.threshold,
+        metavar="J", help="Jaccard similarity of runs of words (%(default)s)")  # fmt: skip
+    add("--near-duplicates", choices=KEEP, default=defaults.duplicates.keep,
+        help="how many of those that are alike stay (%(default)s)")  # fmt: skip
+    add("--refuse-invalid-utf8", action="store_true", help="stop at it; else it is dropped")
+    add("--skip-contamination", action="store_true",
+        help="leave the check unfinished; training refuses the folder")  # fmt: skip
+    add("--window-tokens", type=whole_number, default=DEFAULT_WINDOW_TOKENS, metavar="T",
+        help="inputs of a window (%(default)s)")  # fmt: skip
+    for name, value in asdict(defaults.policy).items():
+        if name in CHOICES:
+            add(f"--{name}", choices=CHOICES[name], default=value,
+                help="packing policy (%(default)s)")  # fmt: skip
+    look = commands.add_parser("inspect", help="print and draw what is in DIR")
+    look.add_argument("directory", type=Path, metavar="DIR")
+    look.add_argument("--windows", type=int, default=3, metavar="N", help="windows shown")
+    look.add_argument("--drawing", type=Path, metavar="FILE.png", help="draw it, too")
+    return parser

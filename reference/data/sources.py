@@ -1,0 +1,238 @@
+"""SOURCE as it is given on the command line, and the documents that it names, a chunk at a time.
+
+    PATH                     a file, or a folder of files (text_files.py says which)
+    datasets:NAME_OR_PATH    what `datasets` streams
+    language, python-docs, python-library    text that is here already (corpus.py)
+
+Options follow a question mark: `PATH?weight=2&licence=MIT&field=content`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from reference.data.corpus import (
+    CorpusDocument,
+    language_documents,
+    library_sources,
+    python_topics,
+)
+from reference.data.text_files import (
+    WHOLE_FILE,
+    Fields,
+    RawDocument,
+    documents_in,
+    files_below,
+    kind_of,
+    row_document,
+)
+
+CORPORA = ("language", "python-docs", "python-library")
+LANGUAGE_DOCUMENTS = 8_000
+CHUNK_BYTES, CHUNK_DOCUMENTS = 4 * 2**20, 4096
+_OF_DATASETS = ("config", "split", "revision", "data_files")
+_OPTIONS = ("name", "weight", "licence", "field", "slice", *_OF_DATASETS)
+
+
+@dataclass(frozen=True)
+class Source:
+    """kind: "files", "datasets" or "corpus"; place: path, name of a data set or of a corpus;
+    origin: the SOURCE as it was given; options: what goes to load_dataset.
+    """
+
+    name: str
+    kind: str
+    place: str
+    origin: str
+    fields: Fields
+    licence: str | None
+    weight: float | None
+    options: dict[str, str]
+
+    def files(self) -> list[Path]:
+        """Those of a local source; none of others."""
+        return files_below(Path(self.place)) if self.kind == "files" else []
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some documents of one source: as files that are still to be read, or in memory.
+
+    paths: (file, its path below the source).
+    """
+
+    number: int
+    source: int
+    paths: tuple[tuple[str, str], ...] = ()
+    documents: tuple[RawDocument, ...] = ()
+
+
+def parse_sources(texts: list[str]) -> list[Source]:
+    """Each SOURCE, in order. Raises ValueError for an unknown option, a weight that is no number
+    above 0, a weight that only some sources have, no SOURCE, and two of one name.
+    """
+    sources = [_parsed(text) for text in texts]
+    if not sources:
+        raise ValueError("name at least one SOURCE")
+    if len({source.weight is None for source in sources}) > 1:
+        raise ValueError("give a weight to every source, or to none")
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two sources are called {name!r}; give one SOURCE?name=ANOTHER")
+    return sources
+
+
+def _parsed(text: str) -> Source:
+    place, _, query = text.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    is_dataset = place.startswith("datasets:")
+    kind = "datasets" if is_dataset else "corpus" if place in CORPORA else "files"
+    known = _OPTIONS if is_dataset else _OPTIONS[: -len(_OF_DATASETS)]
+    if unknown := sorted(options.keys() - set(known)):
+        raise ValueError(f"{text}: no option {', '.join(unknown)}; there are {', '.join(known)}")
+    place = place.removeprefix("datasets:")
+    if kind == "files":
+        place = str(Path(place))
+    return Source(
+        name=options.get("name") or Path(place).name or place,
+        kind=kind,
+        place=place,
+        origin=text,
+        fields=Fields(options.get("field", "text"), options.get("slice")),
+        licence=options.get("licence"),
+        weight=_weight(options.get("weight"), text),
+        options={name: options[name] for name in _OF_DATASETS if name in options},
+    )
+
+
+def _weight(text: str | None, origin: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = -1.0
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"{origin}: weight {text!r} must be a number above 0")
+    return weight
+
+
+def chunks(sources: list[Source], max_document_bytes: int, seed: int) -> Iterator[Chunk]:
+    """Every document once, in a fixed order: source by source, file by file, row by row.
+
+    A chunk has CHUNK_BYTES or little more of one source. Files of text are left to whoever gets the
+    chunk; everything else is read here. Raises ValueError as the readers do.
+    """
+    number = 0
+    for index, source in enumerate(sources):
+        for paths, documents in _chunks_of(source, max_document_bytes, seed):
+            yield Chunk(number, index, paths, documents)
+            number += 1
+
+
+def read_chunk(chunk: Chunk, fields: Fields, max_document_bytes: int) -> Iterator[RawDocument]:
+    """The documents of a chunk."""
+    yield from chunk.documents
+    for path, name in chunk.paths:
+        yield from documents_in(Path(path), name, fields, max_document_bytes)
+
+
+_Content = tuple[tuple[tuple[str, str], ...], tuple[RawDocument, ...]]
+
+
+def _chunks_of(source: Source, max_document_bytes: int, seed: int) -> Iterator[_Content]:
+    if source.kind != "files":
+        documents = _dataset(source) if source.kind == "datasets" else _corpus(source.place, seed)
+        yield from _in_memory(documents)
+        return
+    root = Path(source.place)
+    waiting: list[tuple[str, str]] = []
+    size = 0
+    for path in source.files():
+        name = path.name if path == root else path.relative_to(root).as_posix()
+        if kind_of(path) != "text":
+            if waiting:
+                yield tuple(waiting), ()
+                waiting, size = [], 0
+            yield from _in_memory(documents_in(path, name, source.fields, max_document_bytes))
+            continue
+        waiting.append((str(path), name))
+        size += path.stat().st_size
+        if size >= CHUNK_BYTES or len(waiting) >= CHUNK_DOCUMENTS:
+            yield tuple(waiting), ()
+            waiting, size = [], 0
+    if waiting:
+        yield tuple(waiting), ()
+
+
+def _in_memory(documents: Iterator[RawDocument]) -> Iterator[_Content]:
+    waiting: list[RawDocument] = []
+    size = 0
+    for document in documents:
+        waiting.append(document)
+        size += len(document.data)
+        if size >= CHUNK_BYTES or len(waiting) >= CHUNK_DOCUMENTS:
+            yield (), tuple(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield (), tuple(waiting)
+
+
+def _corpus(name: str, seed: int) -> Iterator[RawDocument]:
+    if name == "language":
+        for number, drawn in enumerate(
+            language_documents("hard", "train", LANGUAGE_DOCUMENTS, seed)
+        ):
+            yield RawDocument(name, number, name, drawn.text)
+        return
+    found: Iterator[CorpusDocument] = (
+        python_topics() if name == "python-docs" else library_sources()
+    )
+    for document in found:
+        yield RawDocument(document.name, WHOLE_FILE, name, document.data)
+
+
+def _dataset(source: Source) -> Iterator[RawDocument]:
+    """The rows of a data set, streamed; files are numbered as it hands them out."""
+    try:
+        stream = _load(source)
+        for number, row in enumerate(stream):
+            where = f"{source.origin} row {number}"
+            yield row_document(row, source.place, number, source.fields, where)
+    except ValueError:
+        raise
+    except Exception as error:  # the library, and what it reads through, raise of many kinds
+        raise ValueError(
+            f"datasets cannot stream {source.origin}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(source: Source) -> Any:
+    import datasets
+
+    options = dict(source.options)
+    return datasets.load_dataset(
+        source.place,
+        name=options.get("config"),
+        split=options.get("split", "train"),
+        revision=options.get("revision"),
+        data_files=options.get("data_files"),
+        streaming=True,
+    )
+
+
+def fingerprint(source: Source) -> str:
+    """SHA-256 of what can be known of a source without reading it: for files, names, sizes and
+    times of change. A preparation that was killed goes on only if it is the same.
+    """
+    hashed = hashlib.sha256(repr(source).encode())
+    for path in source.files():
+        found = path.stat()
+        hashed.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return hashed.hexdigest()

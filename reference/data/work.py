@@ -1,0 +1,160 @@
+"""The folder in which a preparation works: finished parts stay there if it is killed.
+
+Beside DIR it is called .DIR.prepare-KEY, where KEY names sources, settings and code: what goes on
+there is the very same preparation. It is locked while a process works in it.
+
+What `reading.py`, `clustering.py` and `tokenizing.py` leave there, each writes at its top.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from reference.checkpoint import disk
+from reference.checkpoint.commit import fsync_folder
+from reference.checkpoint.temporary import lock
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+_THREADS = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@contextmanager
+def working_folder(target: Path, key: str) -> Iterator[Path]:
+    """The folder for the preparation `key` of `target`, locked; it stays when the block ends.
+
+    Raises ValueError if another process works in it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.prepare-{key[:12]}")
+    with suppress(FileExistsError):
+        disk.make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not lock(descriptor):
+            raise ValueError(f"another process prepares {target}; it works in {folder}")
+        yield folder
+    finally:
+        os.close(descriptor)
+
+
+def leftovers(target: Path, key: str) -> list[Path]:
+    """Folders of other preparations of `target`, which were not finished."""
+    return [
+        folder
+        for folder in sorted(target.parent.glob(f".{target.name}.prepare-*"))
+        if folder.name != f".{target.name}.prepare-{key[:12]}"
+    ]
+
+
+class Workers:
+    """Runs tasks in `num_workers` processes, results in the order of the tasks; with one worker in
+    this process. The results do not depend on the number.
+
+    Raises ValueError for num_workers < 1, RuntimeError when a process dies.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        if num_workers < 1:
+            raise ValueError(f"workers is {num_workers}, must be at least 1")
+        self.num_workers = num_workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """function(task) of each task; a few tasks are taken ahead."""
+        if self.num_workers == 1:
+            yield from map(function, tasks)
+            return
+        if self._pool is None:
+            self._pool = _pool(self.num_workers)
+        running: list[Future[Result]] = []
+        try:
+            for task in tasks:
+                running.append(self._pool.submit(function, task))
+                if len(running) > 2 * self.num_workers:
+                    yield running.pop(0).result()
+            while running:
+                yield running.pop(0).result()
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a worker process died, perhaps for want of memory; run the same command again, "
+                "with fewer --workers: it goes on where it stopped"
+            ) from error
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _pool(num_workers: int) -> ProcessPoolExecutor:
+    """New processes, since this one may have threads; each of them computes with one."""
+    before = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    try:
+        pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"))
+        for future in [pool.submit(os.getpid) for _ in range(num_workers)]:
+            future.result()  # they start now, with these variables
+        return pool
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """The file appears with all of its content, or not at all."""
+    half = path.with_name(f"{path.name}.half")
+    with suppress(FileNotFoundError):
+        disk.unlink(half)
+    descriptor = disk.create(half)
+    try:
+        rest = memoryview(content)
+        while len(rest):
+            rest = rest[disk.write(descriptor, rest) :]
+        disk.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    disk.rename(half, path)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """As Parquet, whole or not at all."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_whole(path, memoryview(sink.getvalue()))
+
+
+def write_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
+    """As .npz, whole or not at all."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    write_whole(path, buffer.getbuffer())
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Gives a finished folder its name, when everything in it is on the device."""
+    for below in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        fsync_folder(below)
+    disk.rename(folder, target)
+    fsync_folder(target.parent)
