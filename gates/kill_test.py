@@ -44,13 +44,12 @@ class Report:
     astray: list[str] = field(default_factory=list)
 
 
-def kill_runs(
-    stack: Any, source: runs.Text, folder: Path, num_kills: int, rng: torch.Generator
-) -> Report:
+def kill_runs(stack: Any, source: runs.Text, folder: Path, num_kills: int, seed: int) -> Report:
     """Kills runs in `folder` until `num_kills` hit one. On the CPU: a fork has no other device.
 
-    It ends early when a run cannot be gone on with.
+    seed: of the instants. It ends early when a run cannot be gone on with.
     """
+    rng = torch.Generator().manual_seed(seed)
     report, log, number = Report(), folder / "whole.log", 0
     start_s = time.perf_counter()
     ended = crashes.run(lambda: _train(stack, source, folder / "whole", log)).ended
@@ -151,7 +150,7 @@ def main() -> int:
     rng, stack = torch.Generator().manual_seed(options.seed), Stack(ROLES)
     source = runs.text(stack, rng)
     with tempfile.TemporaryDirectory() as folder:
-        report = kill_runs(stack, source, Path(folder), options.kills, rng)
+        report = kill_runs(stack, source, Path(folder), options.kills, options.seed)
     print(
         f"{report.kills} kills (seed {options.seed}) in {report.finished_runs} runs of "
         f"{runs.NUM_UPDATES} updates that came to their end; {report.updates} updates and "

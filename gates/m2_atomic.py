@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gates import crashes, kill_test, runs, snapshots
+from gates import crashes, fresh_process, kill_test, runs, snapshots
 from harness import gate
 from reference.checkpoint import Expected, Snapshot, capture, expected, latest
 
@@ -276,9 +276,11 @@ def test_two_writers(stack, rival, rng, tmp_path, check):
     not_claimed="power cuts; runs on an accelerator, which a forked process cannot use",
     source="issue 5; `python -m gates.kill_test --kills 200` does it at length",
 )
-def test_killed_at_random(stack, rng, tmp_path, check):
-    source = runs.text(stack, rng)
-    report = kill_test.kill_runs(stack, source, tmp_path, NUM_KILLS, rng)
+def test_killed_at_random(stack, recipe, rng, tmp_path, check):
+    # In a process of its own: once autograd ran on an accelerator, no fork can train.
+    seed = int(torch.randint(2**31, (), generator=rng))
+    arguments = (runs.text(stack, rng), tmp_path, NUM_KILLS, seed)
+    report = fresh_process.call(recipe, kill_test.kill_runs, "cpu", *arguments)
     check("broken checkpoints", report.broken, equal=[], because="old or new, never between")
     check("committed updates that are lost", report.lost, equal=[],
           because="a save that returned is on the disk")  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gates import resumed_process, runs
+from gates import fresh_process, runs
 from harness import gate
 
 
@@ -81,5 +81,12 @@ def test_another_process(stack, recipe, rng, device, tmp_path, check):
     whole = runs.train(watched, source, device)
     killed = until_killed(watched, source, device, tmp_path / "run", case, 5, 0)
     check("how the killed run ended", killed.ended, equal="interrupted", because="as planned")
-    resumed = resumed_process.resume(recipe, source, device, tmp_path, every=5)
+    arguments = (source, device, tmp_path / "run", 5)
+    resumed = fresh_process.call(recipe, go_on, device, *arguments)
     runs.compare(check, resumed, whole, 5)
+
+
+def go_on(stack, source, device, folder, every):
+    """The run in `folder`, with dropout, to its end."""
+    keeper = runs.checkpoints(folder, every, resume=True)
+    return runs.train(runs.with_dropout(stack), source, device, keeper)

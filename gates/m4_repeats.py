@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gates import operators
+from gates import fresh_process, operators
 from gates.operator_cases import EXAMPLES, VARIED, attention_case
-from gates.second_process import another_process, importable
-from harness import gate, not_run
+from harness import gate
 
 ROLES = list(EXAMPLES)
 NUM_REPEATS = 30
@@ -133,27 +135,58 @@ def test_many_configurations(stack, role, rng, device, check):
 @gate(
     claim="another process, which finds the kernels of this one on disk, computes the same bits",
     roles=ROLES,
-    not_claimed="operators that no module can be asked for by name",
+    not_claimed="another machine",
     source="tile-ai/tilelang#2662, PR#1977: a key that holds the process's history, or not enough",
 )
-def test_second_process(stack, rng, device, check):
-    roles = {role: importable(role, getattr(stack, role)) for role in ROLES}
-    foreign = [role for role, place in roles.items() if place is None]
-    if foreign:
-        not_run(f"No module has {', '.join(foreign)} by name, so a second process cannot call it.")
+def test_second_process(stack, recipe, rng, device, check):
     dtype = operators.dtypes(stack)[0]
     prepared = {}
     for role in ROLES:
         for case in (EXAMPLES[role](rng), *VARIED[role](rng)):
             prepared[f"{role} {len(prepared)}"] = Prepared(stack, case, dtype, device, rng)
     here = {name: one.results() for name, one in prepared.items()}
-    there = another_process(roles, prepared)
+    jobs = {name: Job.of(one) for name, one in prepared.items()}
+    there = fresh_process.call(recipe, results_of_jobs, device, jobs)
     check("results of the other process", sorted(there), equal=sorted(here), because="all of them")
     for name, results in here.items():
         on_cpu = {key: x.cpu() for key, x in results.items()}
         check(f"{name.split()[0]}: elements that differ in another process",
               differing(on_cpu, there[name]), equal=0,
               because="the same arguments on the same device")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What another process needs of a Prepared: names of what comes in and out, and tensors."""
+
+    role: str
+    arguments: tuple[Any, ...]
+    inputs: list[str]
+    outputs: tuple[str, ...]
+    cotangents: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, one):
+        case = one.case
+        return cls(case.role, case.arguments(one.tensors), list(one.tensors), case.outputs,
+                   one.cotangents)  # fmt: skip
+
+
+def results_of_jobs(stack, jobs):
+    """Outputs and gradients of every job by name, on the CPU."""
+    return {name: results_of(getattr(stack, job.role), job) for name, job in jobs.items()}
+
+
+def results_of(role, job):
+    outputs = role(*job.arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    forward = dict(zip(job.outputs, outputs, strict=True))
+    inputs = [x for x in job.arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    wanted = [forward[name] for name in job.cotangents]
+    gradients = torch.autograd.grad(wanted, inputs, list(job.cotangents.values()))
+    backward = {f"d{name}": x for name, x in zip(job.inputs, gradients, strict=True)}
+    results = {**{name: forward[name] for name in job.cotangents}, **backward}
+    return {name: x.detach().cpu() for name, x in results.items()}
 
 
 @gate(

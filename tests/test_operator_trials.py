@@ -6,7 +6,6 @@ import torch
 from gates import operators
 from gates.memory import BAND, LAYOUTS, framed, guarded_allocations
 from gates.operator_cases import EXAMPLES, ODD_EXAMPLES, VARIED
-from gates.second_process import importable
 from harness.checks import Check, CheckFailed
 from harness.contract import Stack
 from reference import ops
@@ -98,9 +97,3 @@ def test_a_trial_asks_for_declared_dtypes_but_never_for_float64():
     assert operators.dtypes(only) == [torch.float16]
     with pytest.raises(pytest.skip.Exception, match="declares none of float32"):
         operators.dtypes(Stack(ROLES, (torch.float64,)))
-
-
-def test_a_function_is_importable_by_its_name_or_through_the_roles_of_its_module():
-    assert importable("swiglu", ops.swiglu) == ("reference.ops", "swiglu")
-    assert importable("swiglu", lambda gate, up: gate) is None
-    assert importable("swiglu", torch.nn.functional.silu) == ("torch.nn.functional", "silu")

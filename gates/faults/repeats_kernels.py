@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import torch
 
@@ -154,24 +155,14 @@ def caches_a_kernel_without_its_bias_flag(reference):
     return linear
 
 
-STALE_CALLS: list[float] = []
-
-
-def remembers_the_first_epsilon(x, weight, eps):
-    """rms_norm with the epsilon of the process's first call, which another process has not seen."""
-    STALE_CALLS.append(eps)
-    return rms_norm(x, weight, STALE_CALLS[0] * len(STALE_CALLS))
-
-
 @fault(
     role="rms_norm",
     caught_by=f"{REPEATS}test_second_process",
     seen_in="tile-ai/tilelang PR#1977",
 )
-def depends_on_the_history_of_the_process(reference):
-    """A result that depends on what was called before it."""
-    STALE_CALLS[:] = [1e-3] * 5
-    return remembers_the_first_epsilon
+def depends_on_the_process(reference):
+    """A result that depends on the process, as a kernel under a key from `hash()` does."""
+    return lambda x, weight, eps: rms_norm(x, weight, eps * (1 + os.getpid() % 997))
 
 
 @fault(
