@@ -17,7 +17,12 @@ from torch import nn
 from reference import replay_command, several_ranks
 from reference.checkpoint.commit import latest
 from reference.config import PRESETS, ModelConfig, preset
-from reference.data.folder_text import FolderText, open_folder, require_tokenizer
+from reference.data.folder_text import (
+    FolderText,
+    open_folder,
+    require_tokenizer,
+    with_vocabulary,
+)
 from reference.data.loader import Loader
 from reference.data.open_tokenizer import Tokenizer
 from reference.data.tokenizer import ByteTokenizer
@@ -154,7 +159,7 @@ def _start(options: argparse.Namespace, stack: Any, folder: FolderText | None) -
         tokenizer, rate = ByteTokenizer(), RANDOM_START_RATE
         if folder:
             tokenizer = folder.tokenizer
-            config = replace(config, vocabulary_size=tokenizer.vocabulary_size)
+            config = with_vocabulary(config, tokenizer)
         else:
             _require_bytes(config, options.preset)
         model = initial_model(config, stack, options.seed, options.device)

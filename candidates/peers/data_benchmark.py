@@ -11,9 +11,9 @@ The sources' documents are first written as JSON lines, one file a worker, which
     datatrove    JSON lines to near-duplicate clusters to JSON lines of what stays
 
 The sides take turns, each in a process of its own, so that memory can be told; seconds are of the
-wall. Two ratios: datasets / reference, where the reference leaves out nearly nothing but its
-contamination check, which the other side does not make; and datatrove / reference's reading and
-duplicates. Exit status 1 if one is below --at-least. PYTHON is an interpreter that has datatrove.
+wall. Ratios: datasets / reference without its contamination check, which the other side does not
+make (it finds no near duplicates either); datatrove / the reference's reading and duplicates; both /
+all of the reference. Exit status 1 if one is below --at-least. PYTHON has datatrove installed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,29 +158,46 @@ def measured(side: str, lines: Path, num_workers: int, python: str | None) -> di
         if side == "datatrove":
             script = str(Path(__file__).with_name("datatrove_minhash.py"))
             begin = time.perf_counter()
-            done = subprocess.run(
-                [str(python), script, str(lines), str(out), str(num_workers)],
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                raise RuntimeError(f"datatrove failed: {done.stderr[-500:]}")
-            stays = int(done.stdout.split("kept ")[-1].split()[0])
-            return {"seconds": time.perf_counter() - begin, "num_documents": stays}
+            text, peak = watched([str(python), script, str(lines), str(out), str(num_workers)])
+            stays = int(text.split("kept ")[-1].split()[0])
+            seconds = time.perf_counter() - begin
+            return {"seconds": seconds, "num_documents": stays, "peak_bytes": peak}
         command = [sys.executable, "-m", __spec__.name, "--side", side, str(lines), str(out)]
-        done = subprocess.run(
-            [*command, "--workers", str(num_workers)], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(f"{side} failed: {done.stderr[-500:]}")
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        text, peak = watched([*command, "--workers", str(num_workers)])
+        found: dict[str, Any] = json.loads(text.splitlines()[-1])
+        return {**found, "peak_bytes": peak}
 
 
-def peak_bytes() -> int:
-    """The largest resident size of this process, and of its largest child, together."""
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return 1024 * sum(resource.getrusage(one).ru_maxrss for one in who)
+def watched(command: list[str]) -> tuple[str, int]:
+    """What the command prints, and the most memory that it and all its processes had, looked at
+    twice a second: proportional sizes, so that what several share counts once.
+    """
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=printed, stderr=errors, start_new_session=True)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, session_bytes(process.pid))
+            time.sleep(0.5)
+        for file in (printed, errors):
+            file.seek(0)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command[:4])} failed: {errors.read()[-500:]}")
+        return printed.read(), peak
+
+
+def session_bytes(session: int) -> int:
+    """The proportional memory of all processes of a session, in bytes (Linux)."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended in the meantime
+            if os.getsid(int(folder.name)) == session:
+                line = next(
+                    line
+                    for line in (folder / "smaps_rollup").read_text().splitlines()
+                    if line.startswith("Pss:")
+                )
+                total += 1024 * int(line.split()[1])
+    return total
 
 
 def main() -> int:
@@ -188,7 +206,7 @@ def main() -> int:
     if options.side:
         found = SIDES[options.side](Path(options.sources[0]), Path(options.sources[1]),
                                     options.workers)  # fmt: skip
-        print(json.dumps({**found, "peak_bytes": peak_bytes()}))
+        print(json.dumps(found))
         return 0
     sides = [*SIDES, *(["datatrove"] if options.datatrove else [])]
     best: dict[str, dict[str, Any]] = {}
@@ -219,16 +237,15 @@ def _told(best: dict[str, dict[str, Any]], num_bytes: int, options: argparse.Nam
         )  # fmt: skip
     Console(width=160).print(table)
     own = best["reference"]["stages"]
-    ratios = {
-        "datasets / reference, all of it": best["datasets"]["seconds"]
-        / best["reference"]["seconds"],
-        "datasets / reference without its check": best["datasets"]["seconds"]
-        / (best["reference"]["seconds"] - own["check"]),
-    }
+    seconds = {side: found["seconds"] for side, found in best.items()}
+    print(f"datasets / all of the reference: {seconds['datasets'] / seconds['reference']:.2f}")
+    without = seconds["reference"] - own["check"]
+    ratios = {"datasets / reference without its check": seconds["datasets"] / without}
     if "datatrove" in best:
-        ratios["datatrove / reading and duplicates"] = best["datatrove"]["seconds"] / (
-            own["read"] + own["duplicates"]
-        )
+        finding = own["read"] + own["duplicates"]
+        ratios["datatrove / reading and duplicates"] = seconds["datatrove"] / finding
+        both = seconds["datasets"] + seconds["datatrove"]
+        ratios["datasets and datatrove / all of the reference"] = both / seconds["reference"]
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.2f}")
     return int(min(ratios.values()) < options.at_least)

@@ -50,7 +50,7 @@ def times(part, factor):
     caught_by=[DDP, f"{HALF}[8]"],
     seen_in="huggingface/accelerate PR#1726, KellerJordan/modded-nanogpt PR#31",
 )
-def reduces_every_microbatch(reference):
+def counts_a_reduction_for_every_microbatch(reference):
     """Counts an all-reduce of all gradients for every microbatch."""
     return spoken_with(
         reference,

@@ -102,9 +102,9 @@ def divides_after_the_reduction(reference):
 )
 def reduces_every_microbatch_too(reference):
     """Sums every microbatch's own gradient over ranks."""
-    from gates.faults.distributed_sums import reduces_every_microbatch
+    from gates.faults.distributed_sums import reduces_after_every_microbatch
 
-    return reduces_every_microbatch.build(reference)
+    return reduces_after_every_microbatch.build(reference)
 
 
 @benign(

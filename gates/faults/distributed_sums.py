@@ -232,7 +232,7 @@ def sums_within_a_host(reference):
     seen_in="huggingface/accelerate PR#1726, KellerJordan/modded-nanogpt PR#31, "
     "facebookresearch/ClassyVision PR#706",
 )
-def reduces_every_microbatch(reference):
+def reduces_after_every_microbatch(reference):
     """Sums every microbatch's own gradient over ranks: right, and k times the traffic."""
 
     def accumulate(model, window, group, loss_scale=1.0):

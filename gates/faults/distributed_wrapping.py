@@ -25,7 +25,7 @@ def recompute(model, **options):
     seen_in="NVIDIA-NeMo/Automodel PR#2511, facebookresearch/lingua PR#75, "
     "verl-project/verl#7834, meta-pytorch/torchtune#616",
 )
-def unties_the_head(reference):
+def gives_the_head_a_table(reference):
     """Gives the head a table of its own, as separate FSDP2 units of embedding and head do."""
 
     def distribute(model, mesh, settings):

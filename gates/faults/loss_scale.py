@@ -228,7 +228,7 @@ def counts_a_skipped_step_as_done(reference):
     )],
     seen_in="own",
 )  # fmt: skip
-def never_stops(reference):
+def skips_where_it_should_stop(reference):
     """Accepts on_non_finite "stop" and skips."""
 
     def update_window(training, window, stack, settings):

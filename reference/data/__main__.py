@@ -2,7 +2,7 @@
 
 import sys
 
-from reference.data.prepare_command import main
-
 if __name__ == "__main__":  # worker processes import this file, too
+    from reference.data.prepare_command import main
+
     sys.exit(main())

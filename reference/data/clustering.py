@@ -22,6 +22,7 @@ from reference.data.manifest import SPLITS
 from reference.data.near_duplicates import (
     DuplicateSettings,
     Signatures,
+    Verified,
     band_keys,
     clusters_of,
     first_of_equal,
@@ -74,12 +75,13 @@ def assign(
         for num_documents in workers.map(partial(_sign, read, settings), tasks):
             progress(num_documents)
         store = _Store(read, len(unique), settings)
-        near = clusters_of(store.keys(), store.are_similar, store.has_words())
-        leader = leaders(near, store.are_similar)
+        text_of = read.text_reader()
+        are_similar = Verified(store.estimate, lambda i: text_of(int(unique[i])), settings)
+        near = clusters_of(store.keys(), are_similar, store.has_words())
+        leader = leaders(near, are_similar)
         root = np.full(len(stays), -1, np.int64)
         root[unique] = unique[near]
         root[where] = root[first]
-        text_of = read.text_reader()
         errors = sampled_errors(leader, store.blocks, lambda i: text_of(int(unique[i])), settings)
         kept = unique
         if settings.keep == "one":
@@ -166,12 +168,11 @@ class _Store:
             for _ in range(self._settings.bands):
                 yield np.fromfile(file, np.uint64, self._num)
 
-    def are_similar(self, left: Places, right: Places) -> npt.NDArray[np.bool_]:
-        parts = [np.zeros(0, bool)]
+    def estimate(self, left: Places, right: Places) -> npt.NDArray[np.float64]:
+        parts = [np.zeros(0)]
         for start in range(0, len(left), 2**14):
             piece = slice(start, start + 2**14)
-            same = similarity(self._rows[left[piece]], self._rows[right[piece]])
-            parts.append(same >= self._settings.threshold)
+            parts.append(similarity(self._rows[left[piece]], self._rows[right[piece]]))
         return np.concatenate(parts)
 
     def has_words(self) -> npt.NDArray[np.bool_]:

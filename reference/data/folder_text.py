@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from reference.config import DecoderConfig, ModelConfig
 from reference.data.loader import Loader, LoaderSettings
 from reference.data.manifest import (
     TOKENIZER,
@@ -115,6 +116,14 @@ def declared_weights(manifest: Manifest, windows: SplitWindows) -> list[float] |
     if weights and len(weights) < len(declared):
         raise DataError(f"every source declares a weight or none does, got {declared}")
     return weights or None
+
+
+def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The same shape of model, with a row of the embedding for every id of the tokenizer."""
+    size = tokenizer.vocabulary_size
+    if isinstance(config, DecoderConfig):
+        return replace(config, vocabulary_size=size, tokenizer_vocabulary=size)
+    return replace(config, vocabulary_size=size)
 
 
 def require_tokenizer(text: FolderText, tokenizer: Any) -> None:

@@ -97,8 +97,8 @@ class Loader:
     ranks, for another number of ranks or rows of an update too.
 
     stack: brings shuffle, buffered_shuffle, interleave, apply_policy and make_labels.
-    Attributes: wait_s, the seconds for which the newest pass was waited for; pass_s, from its first
-    window being asked for to its last one being handed out.
+    Attributes: wait_s, the seconds for which the newest pass was waited for; pass_s, from when its
+    first window was asked for to when the last one was, or the end was seen.
     """
 
     def __init__(self, windows: PackedWindows, settings: LoaderSettings, stack: Any) -> None:
@@ -188,10 +188,10 @@ class Loader:
             if number != self._newest:
                 raise RuntimeError("this pass was ended by a newer one or by load_state_dict")
             window = next(updates, None)
-            if window is None:
-                return
             now = time.perf_counter()
             self.wait_s, self.pass_s = self.wait_s + now - asked, now - begin
+            if window is None:
+                return
             done, row = self._next
             self._next = done + 1, row + self.settings.rows_per_update
             yield window

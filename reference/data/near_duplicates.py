@@ -2,9 +2,10 @@
 
 A document is the set of its runs of `shingle_words` words. MinHash, by the library rensa, gives it
 bands * rows numbers; two documents agree in each with probability J, their Jaccard similarity.
-Those that agree in all rows of some band are candidates, 1 - (1 - J^rows)^bands of the pairs; a
-candidate is taken if the share of equal numbers is at least `threshold`. Clusters are what such
-pairs connect.
+Those that agree in all rows of some band are candidates, 1 - (1 - J^rows)^bands of the pairs. A
+candidate is taken if J is at least `threshold`: by the share of equal numbers, or where that is
+within MARGIN of the threshold, which is 2.8 deviations of 126 numbers, by the sets themselves.
+Clusters are what such pairs connect.
 
 Source: Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, chapter 3.
 """
@@ -23,6 +24,7 @@ from reference.data.shingles import Places, jaccard, shingles
 Signatures = npt.NDArray[np.uint32]
 Similar = Callable[[Places, Places], npt.NDArray[np.bool_]]
 KEEP = ("one", "all")
+MARGIN = 0.1
 _Q = np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -77,10 +79,11 @@ def deduplicate(documents: Sequence[bytes], settings: DuplicateSettings) -> Dedu
     first = first_of_equal(hashes.view(np.uint8).reshape(len(documents), 32))
     unique = np.flatnonzero(first == np.arange(len(documents)))
     rows, has_words = signatures([documents[i] for i in unique.tolist()], settings)
-
-    def are_similar(left: Places, right: Places) -> npt.NDArray[np.bool_]:
-        return similarity(rows[left], rows[right]) >= settings.threshold
-
+    are_similar = Verified(
+        lambda left, right: similarity(rows[left], rows[right]),
+        lambda document: documents[unique[document]],
+        settings,
+    )
     keys = (band_keys(rows, band, settings.rows) for band in range(settings.bands))
     near = clusters_of(keys, are_similar, has_words)
     stays = unique
@@ -124,6 +127,38 @@ def similarity(left: Signatures, right: Signatures) -> npt.NDArray[np.float64]:
     """[n] shares of equal numbers: unbiased for J, deviation sqrt(J (1 - J) / numbers)."""
     share: npt.NDArray[np.float64] = (left == right).mean(axis=1)
     return share
+
+
+class Verified:
+    """Whether pairs of documents are as similar as the threshold asks.
+
+    estimate(left, right): the shares of equal numbers of the pairs; text_of: of one document, for
+    the pairs that are compared by their sets, each once.
+    """
+
+    def __init__(
+        self,
+        estimate: Callable[[Places, Places], npt.NDArray[np.float64]],
+        text_of: Callable[[int], bytes],
+        settings: DuplicateSettings,
+    ) -> None:
+        self._estimate, self._text_of, self._settings = estimate, text_of, settings
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, left: Places, right: Places) -> npt.NDArray[np.bool_]:
+        share = self._estimate(left, right)
+        similar: npt.NDArray[np.bool_] = share >= self._settings.threshold
+        for place in np.flatnonzero(np.abs(share - self._settings.threshold) <= MARGIN):
+            similar[place] = self._exact(int(left[place]), int(right[place]))
+        return similar
+
+    def _exact(self, left: int, right: int) -> bool:
+        pair = (left, right)
+        if pair not in self._known:
+            texts = self._text_of(left), self._text_of(right)
+            found = jaccard(*texts, self._settings.shingle_words)
+            self._known[pair] = found >= self._settings.threshold
+        return self._known[pair]
 
 
 def band_keys(rows: Signatures, band: int, num_rows: int) -> npt.NDArray[np.uint64]:

@@ -40,7 +40,7 @@ from reference.data.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from reference.data.near_duplicates import DuplicateSettings
+from reference.data.near_duplicates import MARGIN, DuplicateSettings
 from reference.data.policy import PackingPolicy
 from reference.data.reading import Read, read_sources
 from reference.data.shards import open_documents
@@ -187,7 +187,8 @@ class _Stages:
         settings = self.settings
         duplicates = {
             **asdict(settings.duplicates),
-            "algorithm": "R-MinHash of rensa, LSH by bands",
+            "algorithm": "R-MinHash of rensa, LSH by bands, exact near the threshold",
+            "exact_margin": MARGIN,
         }
         fraction = {"validation_fraction": settings.validation_fraction}
         parameters: dict[str, dict[str, Any]] = {

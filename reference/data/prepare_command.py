@@ -147,8 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     add("sources", nargs="+", metavar="SOURCE",
         help="a file or folder (text, .jsonl, .parquet, .arrow; .gz and .zst of them), "
         "datasets:NAME_OR_PATH, language, python-docs or python-library; options follow a question "
-        "mark, joined by &: name, weight, licence, field, slice, and for datasets: config, split, "
-        "revision, data_files")  # fmt: skip
+        "mark, joined by &: name, weight, licence, field, slice, only (endings of files), and for "
+        "datasets: config, split, revision, data_files")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="appears when it is complete")
     add("--tokenizer", default=defaults.tokenizer, metavar="bytes|characters|bpe:N|FILE[?eos=ID]",
         help=f"({defaults.tokenizer})")  # fmt: skip

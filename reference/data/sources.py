@@ -4,7 +4,7 @@
     datasets:NAME_OR_PATH    what `datasets` streams
     language, python-docs, python-library    text that is here already (corpus.py)
 
-Options follow a question mark: `PATH?weight=2&licence=MIT&field=content`.
+Options follow a question mark: `PATH?weight=2&licence=MIT&only=py,rst`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ CORPORA = ("language", "python-docs", "python-library")
 LANGUAGE_DOCUMENTS = 8_000
 CHUNK_BYTES, CHUNK_DOCUMENTS = 4 * 2**20, 4096
 _OF_DATASETS = ("config", "split", "revision", "data_files")
-_OPTIONS = ("name", "weight", "licence", "field", "slice", *_OF_DATASETS)
+_OPTIONS = ("name", "weight", "licence", "field", "slice", "only", *_OF_DATASETS)
 
 
 @dataclass(frozen=True)
 class Source:
     """kind: "files", "datasets" or "corpus"; place: path, name of a data set or of a corpus;
-    origin: the SOURCE as it was given; options: what goes to load_dataset.
+    origin: the SOURCE as it was given; options: what goes to load_dataset; only: the endings of the
+    files that are read, all known ones if there is none.
     """
 
     name: str
@@ -53,10 +54,11 @@ class Source:
     licence: str | None
     weight: float | None
     options: dict[str, str]
+    only: tuple[str, ...] = ()
 
     def files(self) -> list[Path]:
         """Those of a local source; none of others."""
-        return files_below(Path(self.place)) if self.kind == "files" else []
+        return files_below(Path(self.place), self.only) if self.kind == "files" else []
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def _parsed(text: str) -> Source:
         licence=options.get("licence"),
         weight=_weight(options.get("weight"), text),
         options={name: options[name] for name in _OF_DATASETS if name in options},
+        only=tuple(options["only"].split(",")) if "only" in options else (),
     )
 
 

@@ -62,9 +62,10 @@ def kind_of(path: Path) -> str | None:
     return None
 
 
-def files_below(root: Path) -> list[Path]:
+def files_below(root: Path, only: tuple[str, ...] = ()) -> list[Path]:
     """Every file that is read, sorted; symbolic links are not followed. A file itself is its list.
 
+    only: endings of names, without the dot in front ("py", "txt.gz"); none: every known kind.
     Raises ValueError for a path that is not there, a file of an unknown kind, a folder that cannot
     be read and one without such a file.
     """
@@ -80,10 +81,12 @@ def files_below(root: Path) -> list[Path]:
     found = []
     for folder, folders, names in os.walk(root, onerror=_refuse_folder):
         folders.sort()
-        found += [path for name in names if not (path := Path(folder, name)).is_symlink()]
+        chosen = [n for n in names if not only or n.endswith(tuple(f".{end}" for end in only))]
+        found += [path for name in chosen if not (path := Path(folder, name)).is_symlink()]
     kept = sorted(path for path in found if kind_of(path) is not None and path.is_file())
     if not kept:
-        raise ValueError(f"{root} holds no file of a known kind: the source is empty")
+        which = f"that ends with {' or '.join(only)}" if only else "of a known kind"
+        raise ValueError(f"{root} holds no file {which}: the source is empty")
     return kept
 
 
@@ -148,7 +151,9 @@ def _line_document(line: bytes, name: str, number: int, fields: Fields, where: s
     except UnicodeDecodeError:
         return RawDocument(name, number, "text", line)  # which is no UTF-8: cleaning decides
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
+        raise ValueError(
+            f"{where} is no JSON: {error} (a folder with other .json files: PATH?only=py,txt)"
+        ) from error
     if not isinstance(row, dict):
         raise ValueError(f"{where} holds no object but {type(row).__name__}")
     return row_document(row, name, number, fields, where)

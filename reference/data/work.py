@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from reference.checkpoint.temporary import lock
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+_PRELOADED = ["reference.data.tokenizing", "reference.data.checking"]
 _THREADS = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -106,11 +108,15 @@ class Workers:
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:
-    """New processes, since this one may have threads; each of them computes with one."""
+    """Processes forked from one that has imported what they need and has no threads, as this one
+    may have; each of them computes with one thread.
+    """
     before = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     try:
-        pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"))
+        pool = ProcessPoolExecutor(num_workers, context, _end_with_parent)
         for future in [pool.submit(os.getpid) for _ in range(num_workers)]:
             future.result()  # they start now, with these variables
         return pool
@@ -120,6 +126,18 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _end_with_parent() -> None:
+    """This worker ends when the process that started it is killed: else it would wait for ever."""
+
+    def wait() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:

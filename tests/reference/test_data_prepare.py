@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -114,8 +113,13 @@ def test_a_killed_process_is_gone_on_with(tmp_path):
     while not list(tmp_path.glob(".killed.prepare-*/chunk-00001.parquet")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):  # nobody of its session is left
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
     assert not (tmp_path / "killed").exists()
     for name in ("killed", "whole"):
         subprocess.run([*command, "--out", str(tmp_path / name)], check=True, env=environment)

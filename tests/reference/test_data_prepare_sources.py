@@ -143,6 +143,18 @@ def test_chunks_hold_every_document_once_whatever_their_size(tmp_path, monkeypat
     assert all_of() == whole
 
 
+def test_endings_choose_the_files_of_a_folder(tmp_path):
+    for name in ("a.py", "b.rst", "c.json", "d.txt.gz"):
+        (tmp_path / name).write_bytes(b"no JSON")
+    (source,) = parse_sources([f"{tmp_path}?only=py,txt.gz"])
+    assert [path.name for path in source.files()] == ["a.py", "d.txt.gz"]
+    (whole,) = parse_sources([f"{tmp_path}?name=all"])
+    with pytest.raises(ValueError, match="only=py,txt"):
+        list(chunks([whole], 2**20, 0))
+    with pytest.raises(ValueError, match="no file that ends with lua"):
+        parse_sources([f"{tmp_path}?only=lua"])[0].files()
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [

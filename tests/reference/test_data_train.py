@@ -1,19 +1,30 @@
 """Training from a prepared folder: what it refuses, that it resumes, and what it counts."""
 
+import hashlib
+import itertools
 import json
 import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from data_folders import write_folder
 
-from reference.data.folder_text import declared_weights, open_folder, require_tokenizer
+from reference.config import preset
+from reference.data import trace
+from reference.data.bpe import train_characters
+from reference.data.folder_text import (
+    declared_weights,
+    open_folder,
+    require_tokenizer,
+    with_vocabulary,
+)
 from reference.data.manifest import MANIFEST, SourceRecord
+from reference.data.open_tokenizer import open_tokenizer
 from reference.data.policy import PackingPolicy
 from reference.data.training_text import language_documents
 from reference.stack import ROLES
-from reference.train import initial_model
 from reference.train_command import main
 
 STACK = SimpleNamespace(**ROLES)
@@ -194,13 +205,42 @@ def test_weights_of_some_sources_only_are_refused(tmp_path, capsys):
     assert "every source declares a weight or none does" in refused(capsys, "--data", tmp_path)
 
 
-def test_a_model_has_as_many_tokens_as_the_tokenizer(folder, monkeypatch):
-    made = []
+@pytest.mark.parametrize("size", [30, 400])
+def test_a_model_has_as_many_tokens_as_the_tokenizer(size):
+    tokenizer = SimpleNamespace(vocabulary_size=size)
+    for name in ("bytes-0.09m", "chargpt-smoke", "qwen2.5-0.5b"):
+        assert with_vocabulary(preset(name), tokenizer).vocabulary_size == size
 
-    def noted(config, *rest):
-        made.append(config.vocabulary_size)
-        return initial_model(config, *rest)
 
-    monkeypatch.setattr("reference.train_command.initial_model", noted)
-    assert run(folder) == 0
-    assert made == [257]
+def test_characters_are_trained_on(tmp_path, capsys):
+    texts = sources()
+    whole = [
+        text for parts in (*texts["train"], *texts["validation"]) for part in parts for text in part
+    ]
+    (tmp_path / "characters.json").write_bytes(train_characters(whole))
+    tokenizer = open_tokenizer(tmp_path / "characters.json", 0)
+    write_folder(tmp_path / "data", texts, PackingPolicy(48), tokenizer)
+    assert run(tmp_path / "data") == 0
+    assert "4 updates" in capsys.readouterr().out
+
+
+def test_an_update_is_traced_to_its_documents(folder, capsys):
+    assert trace.main([str(folder), "--update", "2", "--seed", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("row ")]
+    assert len(rows) == 16 and rows[0].startswith("row 16: window ")
+    assert re.search(r"targets, because source \d has [\d.]+% of them \(of its size\)", rows[0])
+    text = open_folder(folder, STACK)
+    window = next(itertools.islice(text.windows(3, 2), 1, None))
+    tokens = torch.cat([microbatch.input_ids for microbatch in window.microbatches])
+    texts = {hashlib.sha256(one).hexdigest()[:12]: one for one in documents("train", 90)}
+    traced, row = "", -1
+    for line in [*lines, "row end"]:
+        if line.startswith("row "):
+            if row >= 0:
+                assert list(traced) == [t if t < 256 else 0 for t in tokens[row].tolist()]
+            traced, row = b"", row + 1
+        else:
+            begin, end = map(int, re.search(r"tokens (\d+):(\d+) of", line).groups())
+            name = re.search(r"sha256 (\w+)", line)[1]
+            traced = (traced + (texts[name] + b"\0")[begin:end])[: tokens.shape[1]]

@@ -135,11 +135,11 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(tmp_path):
     whole = run(tmp_path / "whole")
     calls = iter(range(1000))
 
-    def dies_inside_the_second_window_after_a_save(model, window, group):
+    def dies_inside_the_second_window_after_a_save(*arguments):
         if next(calls) == 4:
-            ROLES["accumulate"](model, window, group)
+            ROLES["accumulate"](*arguments)
             raise KeyboardInterrupt
-        return ROLES["accumulate"](model, window, group)
+        return ROLES["accumulate"](*arguments)
 
     stack = SimpleNamespace(**{**ROLES, "accumulate": dies_inside_the_second_window_after_a_save})
     with pytest.raises(KeyboardInterrupt):
