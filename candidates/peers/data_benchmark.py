@@ -12,8 +12,8 @@ The sources' documents are first written as JSON lines, one file a worker, which
 
 The sides take turns, each in a process of its own, so that memory can be told; seconds are of the
 wall. Ratios: datasets / reference without its contamination check, which the other side does not
-make (it finds no near duplicates either); datatrove / the reference's reading and duplicates; both /
-all of the reference. Exit status 1 if one is below --at-least. PYTHON has datatrove installed.
+make (it finds no near duplicates either); datatrove / the reference's reading and duplicates; both
+together / all of the reference. Exit status 1 if one is below --at-least. PYTHON has datatrove.
 """
 
 from __future__ import annotations
