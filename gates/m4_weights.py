@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +10,9 @@ import torch
 
 from gates import checkpoints, probes
 from gates.checkpoints import EMBEDDING, HEAD
+from gates.memory import peak_bytes, require_peak_bytes, reset_peak_bytes
 from harness import gate
 from harness.compare import relative_error
-from harness.contract import not_run
 
 NUM_TOKENS = 96
 CASES = {
@@ -197,8 +195,7 @@ LARGE = replace(
 )
 @pytest.mark.parametrize("case", ["whole", "sharded", "refused"])
 def test_memory(stack, case, tmp_path, check):
-    if not (Path("/proc/self/clear_refs").exists() and hasattr(ctypes.CDLL(None), "malloc_trim")):
-        not_run("The peak of resident memory is read from Linux's /proc, with glibc's malloc_trim.")
+    require_peak_bytes()
     tensors = {name: torch.zeros(shape) for name, shape in checkpoints.shapes(LARGE).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if case == "refused":
@@ -219,23 +216,3 @@ def test_memory(stack, case, tmp_path, check):
     check("peak over the model's size", ratio, within=(0.9, 1.2),
           because="the model once and a piece of one tensor; a file that stays mapped counts "
           "again, and less than the model says that nothing was read")  # fmt: skip
-
-
-def reset_peak_bytes() -> int:
-    """Resident bytes now, from which `peak_bytes` counts anew.
-
-    What earlier tests freed goes back to the system first: used again, it would not be counted.
-    """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    return status_bytes("VmHWM")
-
-
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

@@ -1,15 +1,22 @@
-"""Memory that tells: inputs between NaN, allocations between guard bands, layouts of autograd."""
+"""Memory that tells: inputs between NaN, allocations between guard bands, layouts of autograd, and
+the peak of what is resident.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+from harness import not_run
 
 BAND = 64  # elements on each side
 PATTERN = 77  # what guard bands hold: a number of every dtype
@@ -131,3 +138,30 @@ def _guarding(allocate: Callable[..., Tensor], name: str, guards: Guards) -> Cal
         return tensor.requires_grad_(wanted.requires_grad)
 
     return guarded
+
+
+def require_peak_bytes() -> None:
+    """The gate is NOT_RUN where `peak_bytes` cannot be measured."""
+    if not (Path("/proc/self/clear_refs").exists() and hasattr(ctypes.CDLL(None), "malloc_trim")):
+        not_run("The peak of resident memory is read from Linux's /proc, with glibc's malloc_trim.")
+
+
+def reset_peak_bytes() -> int:
+    """Resident bytes now, from which `peak_bytes` counts anew.
+
+    What earlier tests freed goes back to the system first: used again, it would not be counted.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that was resident since `reset_peak_bytes`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

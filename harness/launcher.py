@@ -33,7 +33,12 @@ PRELOADED = [  # what a rank would import otherwise, in seconds; what is missing
     "gates.distributed",
 ]
 MONITOR_INTERVAL_S = 0.02
-SHUTDOWN_S = 2  # between SIGTERM and SIGKILL
+SHUTDOWN_S = 2  # between SIGTERM and SIGKILL; torch 2.11 has no option for it and waits up to 30
+SHUTDOWN: dict[str, Any] = (
+    {"shutdown_timeout": SHUTDOWN_S}
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    else {}
+)
 MEETING_S = 300  # how long one host waits for the others at the start
 NOISY = (
     "torchelastic-events-null",
@@ -109,7 +114,7 @@ class Launcher:
             monitor_interval=MONITOR_INTERVAL_S,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
-            shutdown_timeout=SHUTDOWN_S,
+            **SHUTDOWN,
         )
         try:
             with _signals_restored(), _no_process_left():

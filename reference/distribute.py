@@ -84,9 +84,13 @@ def data_group(mesh: Any) -> Any:
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name in the model that was distributed, parameter), a tied one once."""
     for name, parameter in model.named_parameters():
-        for prefix in PREFIXES:
-            name = name.replace(prefix, "")
-        yield name, parameter
+        yield original_name(name), parameter
+
+
+def original_name(name: str) -> str:
+    """The name of a parameter or buffer without the PREFIXES that wrapping put into it."""
+    wrappers = {prefix.removesuffix(".") for prefix in PREFIXES}
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def _compute_in(model: Any, dtype: torch.dtype) -> None:

@@ -14,9 +14,11 @@ import torch
 from reference.anomaly import AnomalyWatch
 from reference.checkpoint.background import BackgroundSaver
 from reference.checkpoint.commit import latest
-from reference.checkpoint.load import expected
+from reference.checkpoint.load import expected, resumption
+from reference.checkpoint.peers import peers_of
 from reference.checkpoint.random_state import random_state
 from reference.checkpoint.state import Snapshot, capture, restore
+from reference.group import sum_counts
 from reference.update import TrainState, UpdateSettings
 from reference.window import Window
 
@@ -28,6 +30,10 @@ def _never() -> bool:
     return False
 
 
+def _silent(sentence: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """Where a run is kept, how often, and what else belongs to its state.
@@ -35,7 +41,10 @@ class Checkpoints:
     every: optimizer updates; besides, a run saves when it ends and when it is stopped. keep_last,
     keep_every, identity, generators: as in `save` and `capture`. resume: go on from the newest
     checkpoint in `directory`; without one the run starts. background: write in a thread. stop:
-    asked after every window; True: save and return.
+    asked after every window; True: save and return. announce: is told where a resumed run goes on
+    from, and how exactly: see `resumption`.
+
+    Several ranks have the same, but for `stop`: one True stops all of them after the same window.
 
     Raises ValueError for every or keep_last < 1 and for keep_every < 0.
     """
@@ -49,6 +58,7 @@ class Checkpoints:
     identity: Mapping[str, str | None] = field(default_factory=dict)
     generators: Mapping[str, torch.Generator] = field(default_factory=dict)
     stop: Callable[[], bool] = _never
+    announce: Callable[[str], object] = _silent
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep_last < 1 or self.keep_every < 0:
@@ -61,7 +71,8 @@ class Checkpoints:
 class Keeper:
     """Puts the newest checkpoint into a run that is about to start, and saves it as it goes.
 
-    stack: what the run's updates are to use, the given one under the eye of an AnomalyWatch.
+    stack: what the run's updates are to use, the given one under the eye of an AnomalyWatch; of
+    several ranks the given one, as an anomaly is replayed on one process.
 
     Raises ValueError for windows without a position, for a directory that holds checkpoints
     although `resume` is False, and, naming what differs, for a checkpoint of another run. OSError
@@ -90,13 +101,14 @@ class Keeper:
         self._saved_steps: int | None = None
         self._position: dict[str, Any] = {}
         self._start(stack)
-        self.stack = AnomalyWatch(
-            stack, training, self._directory, self._snapshot, self._random_state
-        )
+        self.stack = stack
+        if training.group is None:
+            self.stack = AnomalyWatch(
+                stack, training, self._directory, self._snapshot, self._random_state
+            )
 
     def _start(self, stack: Any) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)  # before the work that it is to keep
-        newest = latest(self._directory)
+        newest = self._newest()
         if newest is None:
             return
         if not self._checkpoints.resume:
@@ -113,9 +125,22 @@ class Keeper:
                 "was never stopped",
                 stacklevel=3,
             )
+        how = resumption(snapshot.world, want.world)
+        self._checkpoints.announce(f"resuming from {newest}, {how}")
         self._windows.load_state_dict(snapshot.data)
         restore(snapshot, self._training, self._checkpoints.generators)
         self._saved_steps = snapshot.counters.optimizer_steps
+
+    def _newest(self) -> Path | None:
+        """The newest checkpoint, as the first rank finds it."""
+
+        def find() -> str | None:
+            self._directory.mkdir(parents=True, exist_ok=True)  # before the work it is to keep
+            newest = latest(self._directory)
+            return None if newest is None else str(newest)
+
+        found = peers_of(self._training.group).agree(f"find in {self._directory}", find)[0]
+        return None if found is None else Path(found)
 
     def begin(self) -> Iterator[Window]:
         """The windows that are left."""
@@ -126,11 +151,15 @@ class Keeper:
     def after_window(self) -> bool:
         """Saves if it is time; True if the run is to stop."""
         self._position = self._windows.state_dict()
-        stop = self._checkpoints.stop()
+        stop = self._is_asked_to_stop()
         steps = self._training.counters.optimizer_steps
         if stop or (steps and steps % self._checkpoints.every == 0):
             self._save()
         return stop
+
+    def _is_asked_to_stop(self) -> bool:
+        device = next(self._training.model.parameters()).device
+        return sum_counts([self._checkpoints.stop()], self._training.group, device)[0] > 0
 
     def __enter__(self) -> Keeper:
         return self

@@ -73,6 +73,7 @@ def joined(name: str | None, device: torch.device) -> Iterator[Ranks]:
         mesh = init_device_mesh(own.type, (world_size,), mesh_dim_names=("data",))
         with redirect_stdout(io.StringIO()) if index else nullcontext():
             yield Ranks(own, index, world_size, mesh, roles)
+        dist.barrier()  # the launcher ends all when one has ended with a status of its own
     finally:
         dist.destroy_process_group()
 

@@ -62,8 +62,8 @@ def train(
     progress: a bar on standard error, if that is a terminal.
     checkpoints: where the run is kept, and whether it goes on from there. What was saved takes the
     place of the model's values, of torch's generators and of the windows' position; the rest of
-    the run is bit for bit that of a run that was never stopped. An update that was not finished
-    starts again from its first microbatch.
+    the run is bit for bit that of a run that was never stopped, on as many ranks: `resumption` says
+    what it is on others. An update that was not finished starts again from its first microbatch.
 
     mesh: a DeviceMesh whose ranks train together, each with the same arguments. The model is that
     of `stack.distribute(model, mesh, distribution)`, and rank r of W trains rows r, r + W, ... of
@@ -71,10 +71,10 @@ def train(
     are of all ranks, and the same on each.
 
     Raises ValueError for an unknown `last_window`, for total_tokens < 1, when the windows end
-    before total_tokens (a run that is short must not look finished), for `checkpoints` of several
-    ranks, for a `distribution` without a mesh, and as Keeper and `distribute` do.
+    before total_tokens (a run that is short must not look finished), for a `distribution` without
+    a mesh, and as Keeper and `distribute` do.
     """
-    _check(total_tokens, last_window, checkpoints, mesh, distribution)
+    _check(total_tokens, last_window, mesh, distribution)
     model, group = initial_model(config, stack, seed, device), None
     if mesh is not None:
         model = stack.distribute(model, mesh, distribution or DistributionSettings())
@@ -100,7 +100,6 @@ def train(
 def _check(
     total_tokens: int | None,
     last_window: str,
-    checkpoints: Checkpoints | None,
     mesh: Any,
     distribution: DistributionSettings | None,
 ) -> None:
@@ -110,10 +109,6 @@ def _check(
         raise ValueError(f"total_tokens must be >= 1 or None, got {total_tokens}")
     if mesh is None and distribution is not None:
         raise ValueError("a distribution needs the mesh of ranks to distribute over")
-    if mesh is not None and mesh.size() > 1 and checkpoints is not None:
-        raise ValueError(
-            f"{mesh.size()} ranks cannot keep checkpoints yet; train in one process to keep them"
-        )
 
 
 def initial_model(

@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,12 +103,13 @@ def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
     _require_positions(start.config, text.row_tokens)
     windows = text.windows(options.seed, options.updates)
     plain = copy.deepcopy(start.model) if ranks.mesh else start.model
-    if not _announce_resume(options) and ranks.index == 0:
+    if not _is_resumed(options) and ranks.index == 0:
         print(f"before: {_score(stack, plain, text, options.device)}", flush=True)
     result, signal_name = _train(options, stack, start, text, windows, ranks)
     counters = result.counters
     if result.stopped:
-        print(f"{signal_name}: stopped after {counters.optimizer_steps} updates, which are "
+        reason = signal_name or "a signal to another rank"
+        print(f"{reason}: stopped after {counters.optimizer_steps} updates, which are "
               f"kept in {options.checkpoints}; go on with --resume")  # fmt: skip
         return STOPPED
     if ranks.mesh:
@@ -137,8 +139,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--resume and --checkpoint-every need --checkpoints")
     if options.checkpoints and not options.resume and (newest := latest(options.checkpoints)):
         raise ValueError(f"{newest} is there already; --resume it or choose another directory")
-    if options.checkpoints and several_ranks.were_launched():
-        raise ValueError("several ranks cannot keep --checkpoints yet; train in one process")
     if options.export and options.export == options.save_adapters:
         raise ValueError("--export and --save-adapters write two folders; name two")
     for directory in (options.export, options.save_adapters):
@@ -194,15 +194,13 @@ def _require_positions(config: Any, row_tokens: int) -> None:
         )
 
 
-def _announce_resume(options: argparse.Namespace) -> bool:
-    """Says where a resumed run begins; False if it begins at the start."""
+def _is_resumed(options: argparse.Namespace) -> bool:
+    """Whether the run goes on from a checkpoint; says so if there was to be one and is none."""
     if not options.resume:
         return False
-    newest = latest(options.checkpoints)
-    if newest is None:
+    if latest(options.checkpoints) is None:
         print(f"nothing to resume in {options.checkpoints}; starting", flush=True)
         return False
-    print(f"resuming from {newest}", flush=True)
     return True
 
 
@@ -219,8 +217,8 @@ def _train(
     schedule = Schedule(start.learning_rate, total, total // 20, total // 4, 0.1)
     going_on = SimpleNamespace(**{**vars(stack), "build_model": lambda config, stack: start.model})
     settings = UpdateSettings(schedule)
+    distribution = DistributionSettings(start.config.compute_dtype) if ranks.mesh else None
     if not options.checkpoints:
-        distribution = DistributionSettings(start.config.compute_dtype) if ranks.mesh else None
         return train(
             start.config, going_on, windows, settings, options.seed, options.device, progress=True,
             mesh=ranks.mesh, distribution=distribution,
@@ -232,10 +230,11 @@ def _train(
             resume=options.resume,
             identity=identity_of(text, start.tokenizer),
             stop=interruption.has_come,
+            announce=partial(print, flush=True),
         )
         result = train(
             start.config, going_on, windows, settings, options.seed, options.device, progress=True,
-            checkpoints=checkpoints,
+            checkpoints=checkpoints, mesh=ranks.mesh, distribution=distribution,
         )  # fmt: skip
         return result, interruption.name
 

@@ -98,14 +98,6 @@ def takes_another_tokenizer_and_other_data(reference):
     return believing(reference, "identity")
 
 
-@fault(
-    role="load", caught_by=expectations("world-size"), seen_in="NVIDIA-NeMo/Megatron-Bridge PR#5637"
-)
-def reads_the_first_rank_s_file_only(reference):
-    """Another number of processes gets what the first process had."""
-    return lambda directory, expected: reference.load(directory, replace(expected, world_size=1))
-
-
 EVERY_EXPECTATION = f"{FILE}test_refused_expectation"
 
 

@@ -5,17 +5,17 @@
 
 from reference.checkpoint.background import BackgroundSaver
 from reference.checkpoint.commit import latest, save
-from reference.checkpoint.errors import CheckpointError
-from reference.checkpoint.load import OTHER_WORLD_SIZE, Expected, expected, load
+from reference.checkpoint.errors import CheckpointError, MissingRankError
+from reference.checkpoint.load import Expected, expected, load, resumption
 from reference.checkpoint.state import Snapshot, capture, digests, restore, restore_training
 from reference.hf.folder import FolderTakenError
 
 __all__ = [
-    "OTHER_WORLD_SIZE",
     "BackgroundSaver",
     "CheckpointError",
     "Expected",
     "FolderTakenError",
+    "MissingRankError",
     "Snapshot",
     "capture",
     "digests",
@@ -24,5 +24,6 @@ __all__ = [
     "load",
     "restore",
     "restore_training",
+    "resumption",
     "save",
 ]

@@ -1,5 +1,7 @@
 """Saving: a folder that exists is a whole checkpoint or none; `latest` is old or new.
 
+Several ranks write into one folder, which the first of them makes and publishes.
+
 ROOT/step-00000012 appears by one rename of a folder that was written, flushed and verified under
 a temporary name. A writer holds a lock on its temporary folder, which ends with it: what is left
 by a killed writer can be told from what is being written.
@@ -9,27 +11,32 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from reference.checkpoint import disk
-from reference.checkpoint.errors import CheckpointError
+from reference.checkpoint.errors import CheckpointError, MissingRankError
 from reference.checkpoint.files import (
     MANIFEST,
     FileRecord,
+    Written,
     read_manifest,
-    require_written,
-    write_files,
+    read_state,
+    require_tensors,
+    write_state,
+    write_tensors,
 )
 from reference.checkpoint.load import LocalFolder
-from reference.checkpoint.state import Snapshot
+from reference.checkpoint.state import Snapshot, canonical_json, json_parts
 from reference.checkpoint.temporary import (
     remove,
     remove_leftovers,
     temporary_folder,
     temporary_name,
 )
+from reference.checkpoint.tensors import sha256
 from reference.hf.folder import FolderTakenError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -40,22 +47,22 @@ def save(root: Path | str, snapshot: Snapshot, keep_last: int = 2, keep_every: i
 
     keep_last: the newest so many checkpoints stay; keep_every: and those whose N is a multiple of
     it (0: none). The others are removed after the new one is published. Leftovers of writers that
-    died are removed before.
+    died are removed before. All ranks of `snapshot.peers` call together, with the same `root` on
+    one file system, and return when it is published.
 
     Raises ValueError for keep_last < 1 and keep_every < 0, FolderTakenError (a ValueError) if the
     checkpoint exists, also from another writer in the meantime, and OSError saying what could not
-    be done if the disk is full or read-only; then nothing new is there.
+    be done if the disk is full or read-only; then nothing new is there. Over several ranks, the
+    same on all of them; besides, ValueError for snapshots of different instants, and
+    MissingRankError (an OSError) naming the ranks that did not come in time.
     """
     require_retention(keep_last, keep_every)
     root = Path(root)
     target = root / step_name(snapshot.counters.optimizer_steps)
     with _explained(f"cannot save {target}; the checkpoints that were there are as they were"):
-        _make_root(root)
-        remove_leftovers(root)
-        _refuse_complete(target)
         _publish(target, snapshot)
     with _explained(f"saved {target}, but could not remove older checkpoints"):
-        _retain(root, keep_last, keep_every)
+        _first(snapshot, f"retain {target}", lambda: _retain(root, keep_last, keep_every))
     return target
 
 
@@ -124,18 +131,58 @@ def _make_root(root: Path) -> None:
 
 
 def _publish(target: Path, snapshot: Snapshot) -> None:
-    with temporary_folder(target) as folder:
-        manifest = write_files(snapshot, lambda name, pieces: _write(folder / name, pieces))
-        _write(folder / MANIFEST, [manifest])
-        require_written(LocalFolder(folder))
-        fsync_folder(folder)
-        _refuse_complete(target)
-        try:
-            disk.rename(folder, target)
-        except OSError:
+    _require_one_instant(snapshot)
+    with ExitStack() as until_renamed:
+
+        def begin() -> str:
+            _make_root(target.parent)
+            remove_leftovers(target.parent)
             _refuse_complete(target)
-            raise
-        fsync_folder(target.parent)
+            return until_renamed.enter_context(temporary_folder(target)).name
+
+        folder = target.parent / _first(snapshot, f"begin {target}", begin)
+        ranks = snapshot.peers.agree(f"write {target}", lambda: _write_tensors(folder, snapshot))
+        _first(snapshot, f"publish {target}", lambda: _rename(folder, target, snapshot, ranks))
+
+
+def _first(snapshot: Snapshot, topic: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives on the first rank; the others wait for it."""
+    peers = snapshot.peers
+    return peers.agree(topic, work if peers.index == 0 else lambda: None)[0]
+
+
+def _require_one_instant(snapshot: Snapshot) -> None:
+    """ValueError unless the ranks have the same counters, data position and all else they share."""
+    peers, parts = snapshot.peers, json_parts(snapshot)
+    told = peers.agree(
+        f"save {snapshot.counters.optimizer_steps}",
+        lambda: {name: sha256([canonical_json(part)]) for name, part in parts.items()},
+    )
+    for rank, theirs in enumerate(told):
+        for name, digest in theirs.items():
+            if digest != told[0][name]:
+                raise ValueError(f"ranks 0 and {rank} are not at one instant: other {name}")
+
+
+def _write_tensors(folder: Path, snapshot: Snapshot) -> Written:
+    written = write_tensors(snapshot, lambda name, pieces: _write(folder / name, pieces))
+    require_tensors(LocalFolder(folder), written)
+    return written
+
+
+def _rename(folder: Path, target: Path, snapshot: Snapshot, ranks: list[Written]) -> None:
+    """Writes what is said of all files, and gives the folder its name when they are all there."""
+    manifest = write_state(snapshot, ranks, lambda name, pieces: _write(folder / name, pieces))
+    _write(folder / MANIFEST, [manifest])
+    read_state(LocalFolder(folder), read_manifest(LocalFolder(folder)))
+    fsync_folder(folder)
+    _refuse_complete(target)
+    try:
+        disk.rename(folder, target)
+    except OSError:
+        _refuse_complete(target)
+        raise
+    fsync_folder(target.parent)
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
@@ -195,9 +242,11 @@ def _retain(root: Path, keep_last: int, keep_every: int) -> None:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """An OSError of the block, of the same number, with `what` before its reason."""
+    """An OSError of the block, of the same kind and number, with `what` before its reason."""
     try:
         yield
+    except MissingRankError as error:
+        raise MissingRankError(f"{what}: {error}") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(error.errno, f"{what}: {reason}") from error

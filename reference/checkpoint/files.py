@@ -5,15 +5,24 @@ optimizer.safetensors    NAME/step, NAME/first_moment, NAME/second_moment
 random-RANK.safetensors  the generators of one process; one file each
 state.json               the other parts, and the layout of every tensor
 manifest.json            written last: size and SHA-256 of every file, digests of the parts
+
+W ranks write model-RANK-of-W.safetensors and optimizer-RANK-of-W.safetensors with what each holds,
+equal copies once, and where it begins in the whole tensor. torch.distributed.checkpoint reads them
+(HuggingFaceStorageReader). Its own writer and reader are not used: with torch 2.13 the writer keeps
+two more copies of a rank's shard in memory and takes no checksum; the reader takes a changed byte,
+and where the first rank's file is missing it leaves those rows as they were and says nothing.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import Any, BinaryIO, Protocol
 
+from torch import Tensor
+
 from reference.checkpoint.errors import CheckpointError
+from reference.checkpoint.shards import Shard, whole
 from reference.checkpoint.state import Snapshot, canonical_json, json_parts, tensor_parts
 from reference.checkpoint.tensors import (
     PIECE_BYTES,
@@ -27,7 +36,8 @@ from reference.update import Counters
 
 FORMAT, VERSION = "touchstone checkpoint", 1
 MANIFEST, STATE = "manifest.json", "state.json"
-MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random-{:05d}.safetensors"
+RANDOM = "random-{:05d}.safetensors"
+TENSOR_PARTS = ("parameters", "optimizer", "random")
 # The manifest is parsed before any hash is known: in memory JSON may be 22 times as large.
 MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**20, 16 * 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -77,37 +87,92 @@ class Source(Protocol):
         ...
 
 
-def tensor_files(rank: int) -> dict[str, str]:
-    """{part: file} of the parts that are tensors, for the process `rank`."""
-    return {"parameters": MODEL, "optimizer": OPTIMIZER, "random": RANDOM.format(rank)}
+Writer = Callable[[str, Iterable[bytes | memoryview]], FileRecord]
+Written = dict[str, dict[str, Any]]  # {part: {"file", "bytes", "sha256", "tensors"}}
 
 
-def write_files(
-    snapshot: Snapshot, write_file: Callable[[str, Iterable[bytes | memoryview]], FileRecord]
-) -> bytes:
-    """Gives every file but the manifest to `write_file(name, pieces)`; returns the manifest."""
-    tensors, rest = tensor_parts(snapshot), json_parts(snapshot)
-    files, parts, layouts = {}, {}, {}
-    for part, name in tensor_files(0).items():
-        files[name] = write_file(name, stream(tensors[part]))
-        parts[part] = files[name].sha256
-        layouts[name] = {
+def tensor_files(rank: int, world_size: int) -> dict[str, str]:
+    """{part: file} of the parts that are tensors, for one rank."""
+    of = "" if world_size == 1 else f"-{rank:05d}-of-{world_size:05d}"
+    names = (f"model{of}.safetensors", f"optimizer{of}.safetensors", RANDOM.format(rank))
+    return dict(zip(TENSOR_PARTS, names, strict=True))
+
+
+def write_files(snapshot: Snapshot, write_file: Writer) -> bytes:
+    """Gives every file but the manifest to `write_file(name, pieces)`; returns the manifest.
+
+    Raises ValueError for a snapshot of several ranks.
+    """
+    if snapshot.peers.world_size > 1:
+        raise ValueError(f"{snapshot.peers.world_size} ranks save to a file system alone")
+    return write_state(snapshot, [write_tensors(snapshot, write_file)], write_file)
+
+
+def write_tensors(snapshot: Snapshot, write_file: Writer) -> Written:
+    """Writes the tensors of this rank; what write_state must know of them."""
+    index, world_size = snapshot.peers.index, snapshot.peers.world_size
+    parts, written = tensor_parts(snapshot), {}
+    for part, name in tensor_files(index, world_size).items():
+        shards = _to_write(snapshot, part, parts[part])
+        tensors = {tensor: parts[part][tensor] for tensor in shards}
+        offsets = {tensor: list(shard.box.offset) for tensor, shard in shards.items()}
+        is_sharded = world_size > 1 and part != "random"
+        record = write_file(name, stream(tensors, offsets if is_sharded else None))
+        table = {
             tensor: [layout_of(value).dtype, list(value.shape)]
-            for tensor, value in tensors[part].items()
+            + ([offsets[tensor]] if is_sharded else [])
+            for tensor, value in tensors.items()
         }
-    files[STATE] = write_file(STATE, [canonical_json({**rest, LAYOUTS: layouts})])
+        described = {"bytes": record.num_bytes, "sha256": record.sha256}
+        written[part] = {"file": name, **described, "tensors": table}
+    return written
+
+
+def _to_write(snapshot: Snapshot, part: str, tensors: dict[str, Tensor]) -> dict[str, Shard]:
+    """The tensors of a part that this rank writes, with their place in the whole ones."""
+    shards = {}
+    for name, tensor in tensors.items():
+        parameter, _, what = name.rpartition("/") if part == "optimizer" else (name, "", "")
+        known = snapshot.shards.get(parameter) if part != "random" else None
+        shard = known or Shard(whole(tensor.shape), is_written=True, is_first=True)
+        if what == "step":
+            shard = Shard(whole(()), shard.is_first, shard.is_first)
+        if shard.is_written:
+            shards[name] = shard
+    return shards
+
+
+def write_state(snapshot: Snapshot, ranks: Sequence[Written], write_file: Writer) -> bytes:
+    """Writes state.json; returns the manifest. ranks: what write_tensors told, in rank order."""
+    rest = json_parts(snapshot)
+    tensors = [written[part] for written in ranks for part in TENSOR_PARTS]
+    layouts = {entry["file"]: entry["tensors"] for entry in tensors}
+    record = write_file(STATE, [canonical_json({**rest, LAYOUTS: layouts})])
+    files = {entry["file"]: {key: entry[key] for key in ("bytes", "sha256")} for entry in tensors}
+    files[STATE] = {"bytes": record.num_bytes, "sha256": record.sha256}
+    parts = {
+        part: part_digest([written[part]["sha256"] for written in ranks]) for part in TENSOR_PARTS
+    }
     parts |= {name: sha256([canonical_json(part)]) for name, part in rest.items()}
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "files": {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in files.items()},
+        "files": files,
         "parts": parts,
-        "ranks": {"0": [RANDOM.format(0)]},
+        "ranks": {
+            str(rank): [written[part]["file"] for part in TENSOR_PARTS]
+            for rank, written in enumerate(ranks)
+        },
         "world_size": snapshot.world["world_size"],
         "counters": asdict(snapshot.counters),
         "identity": snapshot.identity,
     }
     return canonical_json({**content, "sha256": sha256([canonical_json(content)])})
+
+
+def part_digest(digests: Sequence[str]) -> str:
+    """Of a part, from the SHA-256 of its files in rank order: of one file that itself."""
+    return digests[0] if len(digests) == 1 else sha256([canonical_json(list(digests))])
 
 
 def read_manifest(source: Source) -> Manifest:
@@ -129,7 +194,8 @@ def read_manifest(source: Source) -> Manifest:
             )
     for rank in range(manifest.world_size):
         names = manifest.ranks.get(str(rank))
-        if not isinstance(names, list) or RANDOM.format(rank) not in names:
+        own = set(tensor_files(rank, manifest.world_size).values())
+        if not isinstance(names, list) or not own <= {str(name) for name in names}:
             raise CheckpointError(
                 f"{source} is of {manifest.world_size} processes and has no file of rank {rank}"
             )
@@ -147,6 +213,12 @@ def require_hash(source: Source, name: str, record: FileRecord) -> None:
             f"{source}/{name} was changed: its SHA-256 is {found[:12]}…, {MANIFEST} says "
             f"{record.sha256[:12]}…"
         )
+
+
+def require_tensors(source: Source, written: Written) -> None:
+    """Reads again what write_tensors wrote; CheckpointError unless it is that."""
+    for entry in written.values():
+        require_hash(source, entry["file"], FileRecord(entry["bytes"], entry["sha256"]))
 
 
 def require_written(source: Source) -> None:

@@ -12,16 +12,16 @@ from torch import Tensor
 from reference.checkpoint.errors import CheckpointError
 from reference.checkpoint.files import (
     JSON_PARTS,
-    LAYOUTS,
     MANIFEST,
-    STATE,
-    Manifest,
+    TENSOR_PARTS,
     Source,
     read_manifest,
     read_state,
     require_hash,
     tensor_files,
 )
+from reference.checkpoint.peers import ALONE, Peers, peers_of
+from reference.checkpoint.shards import Box, Shard, shards_of, whole, world_of
 from reference.checkpoint.state import (
     Json,
     Snapshot,
@@ -32,21 +32,21 @@ from reference.checkpoint.state import (
     settings_fields,
     weight_decays,
 )
-from reference.checkpoint.tensors import DTYPES, Layout, read_tensors, require_header, some
+from reference.checkpoint.stored import Chunk, Tables, read, require_headers, tables, wholes
+from reference.checkpoint.tensors import Layout, some
 from reference.optimizer import AdamState
 from reference.update import Counters, TrainState, UpdateSettings
 
-# Resuming on another number of processes is "exact", "functional" or "refused".
-OTHER_WORLD_SIZE = "refused"
 _MOMENTS = ("first_moment", "second_moment")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a checkpoint must be of.
+    """What a checkpoint must be of, and what this rank takes of it.
 
-    parameters: {name: dtype and shape}; identity: only the hashes under these keys are compared;
-    settings None: not compared.
+    parameters: {name: dtype and shape of the whole}; identity: only the hashes under these keys are
+    compared; settings None: not compared. shards: what this rank is to hold, whole parameters where
+    it says nothing; world: of this run, as world_of gives it; peers: the ranks that load together.
     """
 
     config: Json
@@ -55,7 +55,9 @@ class Expected:
     weight_decays: dict[str, float]
     settings: Json | None = None
     identity: Mapping[str, str | None] = field(default_factory=dict)
-    world_size: int = 1
+    shards: dict[str, Shard] = field(default_factory=dict)
+    world: Json = field(default_factory=lambda: world_of({}, ALONE))
+    peers: Peers = ALONE
 
 
 def expected(
@@ -65,6 +67,7 @@ def expected(
 ) -> Expected:
     """What a checkpoint must be of to go on with `training`; its model may be on meta."""
     tensors, ties = named_tensors(training.model)
+    peers = peers_of(training.group)
     return Expected(
         model_config(training.model),
         layouts(tensors),
@@ -72,7 +75,34 @@ def expected(
         weight_decays(training),
         None if settings is None else settings_fields(settings),
         dict(identity or {}),
+        shards_of(tensors, peers),
+        world_of(tensors, peers),
+        peers,
     )
+
+
+def resumption(saved: Json, ours: Json) -> str:
+    """How a run goes on from a checkpoint: "exact" or "functional: " and why; worlds as world_of.
+
+    Exact, bit for bit: on as many ranks, of the same mesh and placements. Parameters, moments,
+    counters, loss scale, data position and the random state of every rank are those that were
+    saved.
+
+    Functional, with another number of ranks, mesh or placement: parameters and moments are
+    distributed anew without a change of a bit, counters, loss scale and data position are those
+    that were saved, so the run reads the tokens that it would have read. But sums over ranks are
+    taken in another order. With another number of ranks, each goes on with the random state that
+    it has: dropout drops others.
+
+    Not at all: with another model, parameter set, dtype, tokenizer, data or settings, or without a
+    file of any of the ranks that saved. `load` raises CheckpointError.
+    """
+    if saved == ours:
+        return "exact"
+    one, other = saved["world_size"], ours["world_size"]
+    if one != other:
+        return f"functional: {one} ranks saved it, {other} go on; random states are not taken over"
+    return f"functional: another mesh or placement on {one} ranks"
 
 
 def load(directory: Path | str, expected: Expected) -> Snapshot:
@@ -81,8 +111,12 @@ def load(directory: Path | str, expected: Expected) -> Snapshot:
     In this order: the manifest, the size of every file, state.json, what was expected, the
     SHA-256 of every file (1 MiB at a time), the headers. Only then tensors are allocated.
 
-    Raises CheckpointError (a ValueError) with the first difference; never anything else for what
-    the folder holds. Another world size is refused in this version.
+    All ranks of `expected.peers` call together; they share out the files to hash, and go on when
+    all files are right. Each gets what it is to hold, however many ranks saved it, and its own
+    random state if they were as many, else none; the world is that which saved: see `resumption`.
+
+    Raises CheckpointError (a ValueError) with the first difference, the same on all ranks; never
+    anything else for what the folder holds. MissingRankError if a rank does not come in time.
     """
     return load_from(LocalFolder(Path(directory)), expected)
 
@@ -115,68 +149,66 @@ class LocalFolder:
 
 def load_from(source: Source, expected: Expected) -> Snapshot:
     """As `load`, from any source."""
+    found: list[tuple[Json, dict[str, Tables]]] = []
+    expected.peers.agree(f"load {source}", lambda: found.append(_checked(source, expected)))
+    state, parts = found[0]
+    try:
+        tensors = {part: read(source, *_chosen(source, part, parts[part], state, expected))
+                   for part in TENSOR_PARTS}  # fmt: skip
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    return _snapshot(state, tensors, expected)
+
+
+def _chosen(
+    source: Source, part: str, found: Tables, state: Json, expected: Expected
+) -> tuple[Tables, dict[str, Box]]:
+    """The files of a part that this rank reads, and what it takes of each tensor."""
+    index, world_size = expected.peers.index, expected.peers.world_size
+    if part == "random":
+        own = tensor_files(index, world_size)[part]
+        is_there = state["world"]["world_size"] == world_size
+        table = found[own] if is_there else {}
+        return {own: table}, {name: chunk.box for name, chunk in table.items()}
+    boxes = {}
+    for name, layout in wholes(source, found).items():
+        parameter, _, what = name.rpartition("/") if part == "optimizer" else (name, "", "")
+        is_shared_out = parameter in expected.shards and what != "step"
+        boxes[name] = expected.shards[parameter].box if is_shared_out else whole(layout.shape)
+    return found, boxes
+
+
+def _checked(source: Source, expected: Expected) -> tuple[Json, dict[str, Tables]]:
+    """state.json and the tables of each part; this rank looks at its share of the files."""
+    peers = expected.peers
     try:
         manifest = read_manifest(source)
         if foreign := source.sizes().keys() - manifest.files.keys() - {MANIFEST}:
             raise CheckpointError(
                 f"{source} holds {some(foreign)}, which {MANIFEST} does not name; move it elsewhere"
             )
-        if manifest.world_size != expected.world_size:
-            raise CheckpointError(
-                f"{source} was saved by {manifest.world_size} processes, this run has "
-                f"{expected.world_size}; resuming on another number is {OTHER_WORLD_SIZE} in this "
-                "version"
-            )
         state = read_state(source, manifest)
-        tables = _tables(source, state, manifest)
-        _require_expected(source, state, tables, expected)
-        for name, record in manifest.files.items():
-            require_hash(source, name, record)
-        tensors = {}
-        for part, name in tensor_files(0).items():
-            with source.open(name) as file:
-                require_header(file, f"{source}/{name}", tables[part])
-        for part, name in tensor_files(0).items():
-            with source.open(name) as file:
-                tensors[part] = read_tensors(file, f"{source}/{name}", tables[part])
+        parts = {part: tables(source, state, manifest, part) for part in TENSOR_PARTS}
+        _require_expected(source, state, parts, expected)
+        ours = sorted(manifest.files)[peers.index :: peers.world_size]
+        for name in ours:
+            require_hash(source, name, manifest.files[name])
+        for part in TENSOR_PARTS:
+            require_headers(source, parts[part], set(ours))
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}") from error
-    return _snapshot(state, tensors)
-
-
-def _tables(source: Source, state: Json, manifest: Manifest) -> dict[str, dict[str, Layout]]:
-    """{part: {tensor: layout}} of the parts that are tensors, as state.json has them."""
-    tables = {}
-    for part, name in tensor_files(0).items():
-        if name not in manifest.files or manifest.files[name].sha256 != manifest.parts.get(part):
-            raise CheckpointError(f"{source} has no {name} that {MANIFEST} gives as its {part}")
-        table = state[LAYOUTS].get(name)
-        if not isinstance(table, dict):
-            raise CheckpointError(f"{source}/{STATE} does not say what {name} holds")
-        tables[part] = {tensor: _layout(source, tensor, table[tensor]) for tensor in table}
-    return tables
-
-
-def _layout(source: Source, tensor: str, entry: Any) -> Layout:
-    if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list):
-        dtype, shape = entry
-        if (
-            isinstance(dtype, str)
-            and dtype in DTYPES
-            and all(type(size) is int and size >= 0 for size in shape)
-        ):
-            return Layout(dtype, tuple(shape))
-    raise CheckpointError(f"{source}/{STATE} says {entry!r} of {tensor}")
+    return state, parts
 
 
 def _require_expected(
-    source: Source, state: Json, tables: dict[str, dict[str, Layout]], expected: Expected
+    source: Source, state: Json, parts: dict[str, Tables], expected: Expected
 ) -> None:
+    parameters = wholes(source, parts["parameters"])
     identity = {key: state["identity"].get(key) for key in expected.identity}
     pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
         ("another model", state["config"], expected.config),
         ("other ties", state["ties"], expected.ties),
-        ("other parameters", _spelled(tables["parameters"]), expected.parameters),
+        ("other parameters", _spelled(parameters), expected.parameters),
         ("other trained parameters", state["weight_decays"], expected.weight_decays),
         ("other data, tokenizer or code", identity, expected.identity),
     ]
@@ -186,13 +218,15 @@ def _require_expected(
         found = difference(saved, wanted)
         if found:
             raise CheckpointError(f"{source} is of {what}: {found}")
-    _require_optimizer(source, state, tables)
-    _require_random(source, tables["random"])
+    _require_optimizer(source, state, parameters, wholes(source, parts["optimizer"]))
+    for table in parts["random"].values():
+        _require_random(source, table)
 
 
-def _require_optimizer(source: Source, state: Json, tables: dict[str, dict[str, Layout]]) -> None:
+def _require_optimizer(
+    source: Source, state: Json, parameters: dict[str, Layout], optimizer: dict[str, Layout]
+) -> None:
     """Step and moments of trained parameters, and some if there was an update."""
-    parameters, optimizer = tables["parameters"], tables["optimizer"]
     updated = {name.rpartition("/")[0] for name in optimizer}
     if state["counters"]["optimizer_steps"] > 0 and not updated:
         raise CheckpointError(f"{source} is of a run with updates and has no optimizer state")
@@ -209,8 +243,8 @@ def _require_optimizer(source: Source, state: Json, tables: dict[str, dict[str, 
         raise CheckpointError(f"{source} has optimizer steps that are no whole numbers")
 
 
-def _require_random(source: Source, table: dict[str, Layout]) -> None:
-    for name, layout in table.items():
+def _require_random(source: Source, table: dict[str, Chunk]) -> None:
+    for name, layout in ((name, chunk.layout) for name, chunk in table.items()):
         if layout.dtype != "U8" or len(layout.shape) != 1:
             raise CheckpointError(f"{source} has a random state {name} of {layout}, not of bytes")
 
@@ -219,7 +253,7 @@ def _spelled(table: dict[str, Layout]) -> dict[str, str]:
     return {name: str(layout) for name, layout in table.items()}
 
 
-def _snapshot(state: Json, tensors: dict[str, dict[str, Tensor]]) -> Snapshot:
+def _snapshot(state: Json, tensors: dict[str, dict[str, Tensor]], expected: Expected) -> Snapshot:
     optimizer = tensors["optimizer"]
     names = [name.removesuffix("/step") for name in optimizer if name.endswith("/step")]
     return Snapshot(
@@ -233,4 +267,6 @@ def _snapshot(state: Json, tensors: dict[str, dict[str, Tensor]]) -> Snapshot:
         },
         random=tensors["random"],
         counters=Counters(**state["counters"]),
+        shards=expected.shards,
+        peers=expected.peers,
     )

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reference.checkpoint.peers import ALONE, Peers, peers_of
 from reference.checkpoint.random_state import random_state, set_random_state
+from reference.checkpoint.shards import Shard, local, shards_of, world_of
 from reference.checkpoint.tensors import layout_of, sha256, some, stream
+from reference.distribute import named_parameters, original_name
 from reference.lora import adapter_fields
 from reference.loss_scale import LossScaleState
 from reference.optimizer import AdamState
@@ -29,8 +32,12 @@ class Snapshot:
     parameter name, missing for one that was never updated; weight_decays: of every trained
     parameter; settings: of the updates, schedule included; data: the position of the next window
     that was not consumed; random: states of the generators, uint8, keyed "cpu", "cuda:0",
-    "generator:NAME"; identity: hashes of what the run was made from, None where not known;
-    world: {"world_size": 1, "mesh": None}; loss_scale: the fields of LossScaleState, or None.
+    "generator:NAME", empty if they are not to be set; identity: hashes of what the run was made
+    from, None where not known; world: as world_of gives it; loss_scale: the fields of
+    LossScaleState, or None.
+
+    Over several ranks parameters and moments are what this rank holds, `shards` says of which part,
+    and the random states are its own; the rest is the same on all ranks, which `peers` reaches.
     """
 
     config: Json
@@ -43,8 +50,10 @@ class Snapshot:
     data: Json
     random: dict[str, Tensor]
     identity: dict[str, str | None]
-    world: Json = field(default_factory=lambda: {"world_size": 1, "mesh": None})
+    world: Json = field(default_factory=lambda: world_of({}, ALONE))
     loss_scale: Json | None = None
+    shards: dict[str, Shard] = field(default_factory=dict)
+    peers: Peers = ALONE
 
 
 def capture(
@@ -55,7 +64,7 @@ def capture(
     generators: Generators | None = None,
     on_device: bool = False,
 ) -> Snapshot:
-    """A copy of everything that the next update depends on.
+    """A copy of everything that the next update depends on, as far as this rank holds it.
 
     data_state: from the windows' `state_dict()`. identity: hashes under the keys of IDENTITY; a
     missing key is None. generators: in use besides torch's global ones, by name. on_device: leave
@@ -63,15 +72,16 @@ def capture(
     there again; otherwise they are on the CPU.
 
     Raises ValueError for a model without a dataclass `config`, for two parameters that share
-    memory without being one, and for what JSON does not give back equal.
+    memory without being one, for what JSON does not give back equal, and as `shards_of`.
     """
     parameters, ties = named_tensors(training.model)
     unknown = sorted(identity.keys() - set(IDENTITY))
     if unknown:
         raise ValueError(f"identity has the keys {', '.join(IDENTITY)}, got {unknown}")
-    names = _parameter_names(training)
+    names, peers = _parameter_names(training), peers_of(training.group)
 
     def copied(tensor: Tensor) -> Tensor:
+        tensor = local(tensor)
         device = tensor.device if on_device else torch.device("cpu")
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
 
@@ -91,6 +101,9 @@ def capture(
         data=_same_in_json("data_state", data_state),
         random=random_state(_device(training.model), generators or {}),
         identity={key: identity.get(key) for key in IDENTITY},
+        world=world_of(parameters, peers),
+        shards=shards_of(parameters, peers),
+        peers=peers,
         loss_scale=None if training.loss_scale is None else asdict(training.loss_scale),
     )
 
@@ -98,6 +111,8 @@ def capture(
 def restore(snapshot: Snapshot, training: TrainState, generators: Generators | None = None) -> None:
     """Puts `snapshot` into `training` and into the generators, torch's global ones included.
 
+    Generators stay as they are if the snapshot has no random state, which is so after `load` on
+    another number of ranks.
     Values are copied into the parameters that are there, so ties and device stay. The data
     position is the caller's: `windows.load_state_dict(snapshot.data)`.
 
@@ -105,7 +120,8 @@ def restore(snapshot: Snapshot, training: TrainState, generators: Generators | N
     other than those that were captured.
     """
     require_restorable(snapshot, training)
-    set_random_state(snapshot.random, _device(training.model), generators or {})
+    if snapshot.random:
+        set_random_state(snapshot.random, _device(training.model), generators or {})
     restore_training(snapshot, training)
 
 
@@ -120,14 +136,16 @@ def restore_training(snapshot: Snapshot, training: TrainState) -> None:
     loss_scale = _loss_scale(snapshot.loss_scale)
     tensors, _ = named_tensors(training.model)
     for name, tensor in tensors.items():
-        tensor.copy_(snapshot.parameters[name])
-    parameters = dict(training.model.named_parameters())
+        local(tensor).copy_(snapshot.parameters[name])
+    parameters = dict(named_parameters(training.model))
     training.optimizer_state.clear()
     for name, adam in snapshot.optimizer.items():
         first, second = (
-            torch.empty_like(parameters[name], dtype=moment.dtype).copy_(moment)
+            torch.zeros_like(parameters[name].data, dtype=moment.dtype)
             for moment in (adam.first_moment, adam.second_moment)
         )
+        local(first).copy_(adam.first_moment)
+        local(second).copy_(adam.second_moment)
         training.optimizer_state[parameters[name]] = AdamState(adam.step, first, second)
     training.counters, training.loss_scale = snapshot.counters, loss_scale
 
@@ -145,7 +163,7 @@ def require_restorable(snapshot: Snapshot, training: TrainState) -> None:
     pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
         ("config", snapshot.config, model_config(training.model)),
         ("ties", snapshot.ties, ties),
-        ("parameters", layouts(snapshot.parameters), layouts(tensors)),
+        ("parameters", layouts(snapshot.parameters), layouts(local_parts(tensors))),
         ("weight decays", snapshot.weight_decays, weight_decays(training)),
     ]
     for what, saved, wanted in pairs:
@@ -194,23 +212,31 @@ def canonical_json(content: Any) -> bytes:
     return (json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
 
 
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank holds of each."""
+    return {name: local(tensor) for name, tensor in tensors.items()}
+
+
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(parameters and persistent buffers by their first name, {further name: first name}).
 
-    Raises ValueError for two tensors that share memory without being one.
+    Names are those in the model that was distributed. Raises ValueError for two tensors that share
+    memory without being one.
     """
     first_names: dict[int, str] = {}
     places: dict[tuple[str, int], str] = {}
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for given_name, tensor in model.state_dict(keep_vars=True).items():
+        name = original_name(given_name)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} in the model's state is no tensor, but {tensor!r}")
         if id(tensor) in first_names:
             ties[name] = first_names[id(tensor)]
             continue
-        if tensor.numel() and not tensor.is_meta:
-            place = (str(tensor.device), tensor.data_ptr())
+        held = local(tensor)
+        if held.numel() and not held.is_meta:
+            place = (str(held.device), held.data_ptr())
             if place in places:
                 raise ValueError(
                     f"{name} and {places[place]} share memory but are two tensors; tie them by "
@@ -225,16 +251,19 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def model_config(model: nn.Module) -> Json:
     """{"family": class name, fields} of `model.config`, and "adapters" if the model has some.
 
-    Raises ValueError if the config is no dataclass.
+    Of a wrapped model, of the one inside. Raises ValueError if the config is no dataclass.
     """
-    config = getattr(model, "config", None)
+    inside: Any = model
+    while not hasattr(inside, "config") and hasattr(inside, "module"):
+        inside = inside.module
+    config = getattr(inside, "config", None)
     if not is_dataclass(config) or isinstance(config, type):
         raise ValueError(f"model.config must be a dataclass, got {config!r}")
     fields = {
         name: str(value) if isinstance(value, torch.dtype) else value
         for name, value in asdict(config).items()
     }
-    adapters = adapter_fields(model)  # their alpha is in no tensor
+    adapters = adapter_fields(inside)  # their alpha is in no tensor
     described = {"family": type(config).__name__, **fields}
     return _same_in_json(
         "model.config", {**described, "adapters": adapters} if adapters else described
@@ -259,7 +288,7 @@ def weight_decays(training: TrainState) -> dict[str, float]:
 
 def _parameter_names(training: TrainState) -> dict[Tensor, str]:
     """The name of every parameter; ValueError if the optimizer has one that the model has not."""
-    names: dict[Tensor, str] = {p: name for name, p in training.model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in named_parameters(training.model)}
     grouped = {p for group in training.groups for p in group["params"]}
     if foreign := (training.optimizer_state.keys() | grouped) - names.keys():
         raise ValueError(

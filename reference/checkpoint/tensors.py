@@ -7,7 +7,7 @@ is allocated for a header that lies.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
@@ -61,14 +61,21 @@ def layout_of(tensor: Tensor) -> Layout:
     return Layout(_SPELLED[tensor.dtype], tuple(tensor.shape))
 
 
-def stream(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def stream(
+    tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file of `tensors`, in pieces of at most PIECE_BYTES.
 
-    Wide dtypes come first, so that every tensor is aligned; then by name.
+    Wide dtypes come first, so that every tensor is aligned; then by name. offsets: where each
+    begins in the tensor that it is a part of; torch's HuggingFaceStorageReader finds them there.
     """
     layouts = {name: layout_of(tensor) for name, tensor in tensors.items()}
     order = sorted(layouts, key=lambda name: (-DTYPES[layouts[name].dtype].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    metadata = {"format": "pt"}
+    if offsets is not None:
+        parts = {name: {"saved_offsets": list(offsets[name])} for name in order}
+        metadata |= {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0"}
+    header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for name in order:
         layout = layouts[name]
@@ -101,21 +108,26 @@ def sha256(pieces: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def read_tensors(file: BinaryIO, name: str, want: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """The tensors of an open safetensors file, as require_header does; name: for messages."""
+def read_tensors(
+    file: BinaryIO, name: str, want: Mapping[str, Layout], chosen: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the `chosen` ones of an open safetensors file, as they come in it.
+
+    name: of the file, for messages; want: everything that is in it, as in require_header.
+    """
     offsets = require_header(file, name, want)
-    tensors = {}
-    for tensor_name in sorted(want, key=lambda name: offsets[name]):
+    values_start = file.tell()
+    for tensor_name in sorted(chosen, key=lambda name: offsets[name]):
         layout = want[tensor_name]
         tensor = torch.empty(layout.shape, dtype=DTYPES[layout.dtype])
+        file.seek(values_start + offsets[tensor_name][0])
         values = _bytes_of(tensor).numpy().data
         while len(values):
             num_bytes = file.readinto(values)  # type: ignore[attr-defined]
             if not num_bytes:
                 raise CheckpointError(f"{name} ends inside the tensor {tensor_name}")
             values = values[num_bytes:]
-        tensors[tensor_name] = tensor
-    return {tensor_name: tensors[tensor_name] for tensor_name in want}
+        yield tensor_name, tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,14 +72,6 @@ class Acceptance:
         return slices + [
             f"{name} comes back changed" for name, found in self.probes.items() if found == CHANGED
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        """As a manifest holds it."""
-        slices = {
-            name: {**asdict(found), "tokens_per_byte": found.tokens_per_byte}
-            for name, found in self.slices.items()
-        }
-        return {"slices": slices, "probes": self.probes, "problems": self.problems}
 
 
 def accept(tokenizer: Tokenizer, slices: Mapping[str, Iterable[bytes]]) -> Acceptance:

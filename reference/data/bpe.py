@@ -17,15 +17,11 @@ def train_bpe(
     The same texts give the same bytes. texts: UTF-8, of the training side only: a tokenizer that
     saw the evaluation text flatters it. vocabulary_size: reached if the texts have so many pairs.
 
-    Raises ValueError for vocabulary_size < 257, no text, and text that is not UTF-8.
+    Raises ValueError as require_size does, for no text, and for text that is not UTF-8.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocabulary_size < NUM_BYTES + 1:
-        raise ValueError(
-            f"vocabulary_size is {vocabulary_size}; the bytes and the end of a text need "
-            f"{NUM_BYTES + 1}"
-        )
+    require_size(vocabulary_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,6 +34,15 @@ def train_bpe(
     tokenizer.train_from_iterator(_decoded(texts), trainer)
     text: str = tokenizer.to_str()
     return text.encode("utf-8")
+
+
+def require_size(vocabulary_size: int) -> None:
+    """ValueError unless the bytes and the end of a text fit into a vocabulary of this size."""
+    if vocabulary_size < NUM_BYTES + 1:
+        raise ValueError(
+            f"vocabulary_size is {vocabulary_size}; the bytes and the end of a text need "
+            f"{NUM_BYTES + 1}"
+        )
 
 
 def train_characters(texts: Iterable[bytes], end_of_text: str = END_OF_TEXT) -> bytes:

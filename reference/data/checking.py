@@ -1,13 +1,13 @@
 """Fifth stage: the written shards are read back, decoded, and evaluation is compared with training.
 
-runs.npy               the distinct runs of words of the validation shards, sorted
-contamination.json     written last: what the manifest says
+runs.npy    the distinct runs of words of the validation shards, sorted
+hit.npy     [runs] whether each stands in a training shard
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -23,10 +23,11 @@ from reference.data.manifest import COMPLETE, TOKENIZER, TRAIN, UNFINISHED, VALI
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.shards import open_documents
 from reference.data.shingles import Hashes, shingles
-from reference.data.work import Workers, write_whole
+from reference.data.work import Workers
 
 PIECE_TOKENS = 2**21
 NUM_WORST = 10
+RUNS, HIT = "runs.npy", "hit.npy"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def check_shards(
     workers: Workers,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """The "contamination" of the manifest of `folder`, over the shards that are written in it.
+    """The "contamination" of the manifest of `folder`, over the shards that are written in it. It
+    is made again whenever they are written again.
 
     num_shared_documents: of validation, whose decoded bytes are a training document's;
     num_decoded_differently: documents whose decoded bytes are not those that were tokenized;
@@ -95,38 +97,32 @@ def check_shards(
     overlaps: [10] documents whose overlap is in 0 to 0.1, …, 0.9 to 1; worst: the highest overlaps.
     progress(tokens).
     """
-    file = work / "contamination.json"
-    if not file.exists():
-        written = _Shards(folder, tokenizer.eos, id_dtype)
-        pieces = {split: list(_pieces(folder, shards, split)) for split in (TRAIN, VALIDATION)}
-        evaluation = _read_evaluation(
-            work, written, pieces[VALIDATION], settings, workers, progress
-        )
-        names, runs, num_changed = evaluation
-        hit = np.zeros(len(runs), bool)
-        shared: set[bytes] = set()
-        job = partial(_search, written, work / "runs.npy", names, settings)
-        for piece, found in zip(pieces[TRAIN], workers.map(job, pieces[TRAIN]), strict=True):
-            own_names, own_hits, own_changed = found
-            shared |= own_names
-            hit[own_hits] = True
-            num_changed += own_changed
-            progress(_num_tokens(piece))
-        np.save(work / "hit.npy", hit)
-        result = {
-            "status": COMPLETE,
-            **asdict(settings),
-            "num_train_documents": _num_documents(pieces[TRAIN]),
-            "num_validation_documents": _num_documents(pieces[VALIDATION]),
-            "num_shared_documents": len(shared),
-            "num_decoded_differently": num_changed,
-            "num_ngrams": len(runs),
-            "num_shared_ngrams": int(hit.sum()),
-            **_overlaps(work, written, pieces[VALIDATION], settings, workers),
-        }
-        write_whole(file, json.dumps(result).encode())
-    content: dict[str, Any] = json.loads(file.read_bytes())
-    return content
+    written = _Shards(folder, tokenizer.eos, id_dtype)
+    train, validation = (list(_pieces(folder, shards, split)) for split in (TRAIN, VALIDATION))
+    names, runs, num_changed = _read_evaluation(
+        work, written, validation, settings, workers, progress
+    )
+    hit = np.zeros(len(runs), bool)
+    shared: set[bytes] = set()
+    job = partial(_search, written, work / RUNS, frozenset(names), settings)
+    for piece, found in zip(train, workers.map(job, train), strict=True):
+        own_names, own_hits, own_changed = found
+        shared |= own_names
+        hit[own_hits] = True
+        num_changed += own_changed
+        progress(_num_tokens(piece))
+    np.save(work / HIT, hit)
+    return {
+        "status": COMPLETE,
+        **asdict(settings),
+        "num_train_documents": _num_documents(train),
+        "num_validation_documents": _num_documents(validation),
+        "num_shared_documents": sum(names[name] for name in shared),
+        "num_decoded_differently": num_changed,
+        "num_ngrams": len(runs),
+        "num_shared_ngrams": int(hit.sum()),
+        **_overlaps(work, written, validation, settings, workers),
+    }
 
 
 def unchecked() -> dict[str, Any]:
@@ -163,30 +159,30 @@ def _read_evaluation(
     settings: ContaminationSettings,
     workers: Workers,
     progress: Callable[[int], None],
-) -> tuple[frozenset[bytes], Hashes, int]:
+) -> tuple[Counter[bytes], Hashes, int]:
     """(SHA-256 of the decoded documents, their distinct runs, how many were decoded differently);
-    the runs are in runs.npy too.
+    the runs are in RUNS too.
     """
-    names: set[bytes] = set()
+    names: Counter[bytes] = Counter()
     parts: list[Hashes] = [np.zeros(0, np.uint64)]
     num_changed = 0
     job = partial(_describe, written, settings)
     for piece, (own, runs, changed) in zip(pieces, workers.map(job, pieces), strict=True):
-        names |= own
+        names.update(own)
         parts.append(runs)
         num_changed += changed
         progress(_num_tokens(piece))
     runs = np.unique(np.concatenate(parts))
-    np.save(work / "runs.npy", runs)
-    return frozenset(names), runs, num_changed
+    np.save(work / RUNS, runs)
+    return names, runs, num_changed
 
 
 def _describe(
     written: _Shards, settings: ContaminationSettings, piece: _Piece
-) -> tuple[set[bytes], Hashes, int]:
+) -> tuple[list[bytes], Hashes, int]:
     texts, changed = written.texts(piece)
     runs = np.unique(shingles(texts, settings.ngram_words)[0])
-    return {hashlib.sha256(text).digest() for text in texts}, runs, changed
+    return [hashlib.sha256(text).digest() for text in texts], runs, changed
 
 
 def _search(
@@ -225,7 +221,7 @@ def _overlaps_of(
     work: Path, written: _Shards, settings: ContaminationSettings, piece: _Piece
 ) -> list[tuple[float, str, int]]:
     texts, _ = written.texts(piece)
-    runs, hit = (np.load(work / name, mmap_mode="r") for name in ("runs.npy", "hit.npy"))
+    runs, hit = (np.load(work / name, mmap_mode="r") for name in (RUNS, HIT))
     shares = overlaps(texts, runs, hit, settings)
     table = open_documents(written.folder, piece.shard).slice(piece.first, len(texts))
     files, rows = table["file"].to_pylist(), table["row"].to_pylist()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.data.clean import EXACT, NEAR
+from reference.data.duplicate_sample import sampled_errors
 from reference.data.manifest import SPLITS
 from reference.data.near_duplicates import (
     DuplicateSettings,
@@ -27,7 +28,6 @@ from reference.data.near_duplicates import (
     clusters_of,
     first_of_equal,
     leaders,
-    sampled_errors,
     signatures,
     similarity,
 )

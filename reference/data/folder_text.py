@@ -88,9 +88,9 @@ def open_folder(directory: Path | str, stack: Any) -> FolderText:
     """Both splits of a folder that `python -m reference.data prepare` made.
 
     Everything is verified before a window is made: sizes and hashes of all files, the tokenizer,
-    that evaluation text is no training text. The validation split is read under the same policy
-    with tail "pad". Raises DataError (a ValueError) naming what is wrong, and ValueError where a
-    split has no target.
+    that evaluation text is no training text, that the declared mixture can be had. The validation
+    split is read under the same policy with tail "pad". Raises DataError (a ValueError) naming what
+    is wrong, and ValueError where a split has no target.
     """
     manifest = read_manifest(directory)
     require_uncontaminated(directory, manifest)
@@ -102,20 +102,31 @@ def open_folder(directory: Path | str, stack: Any) -> FolderText:
         )
     policy = PackingPolicy.from_json(manifest.policy)
     training = SplitWindows(directory, manifest, TRAIN, policy)
+    declared_weights(manifest, training)
     held_out = SplitWindows(directory, manifest, VALIDATION, policy.for_evaluation())
     return FolderText(manifest, tokenizer, training, held_out, stack)
 
 
 def declared_weights(manifest: Manifest, windows: SplitWindows) -> list[float] | None:
-    """The weight of each source that has windows; None if they declare none.
+    """The weight of each source that has windows; None if no source declares one.
 
-    Raises DataError if some declare one and some do not.
+    Raises DataError if some declare one and some do not, and for one with a weight and no window:
+    the mixture would be another than the declared one.
     """
-    declared = [manifest.sources[source].weight for source in windows.sources]
+    declared = [source.weight for source in manifest.sources]
     weights = [weight for weight in declared if weight is not None]
-    if weights and len(weights) < len(declared):
+    if not weights:
+        return None
+    if len(weights) < len(declared):
         raise DataError(f"every source declares a weight or none does, got {declared}")
-    return weights or None
+    for number, source in enumerate(manifest.sources):
+        if number not in windows.sources:
+            raise DataError(
+                f"source {source.name} declares weight {source.weight:g}, and has no window of "
+                f"{windows.policy.window_tokens} tokens to train on; give more text, a smaller "
+                f"window, or prepare without it"
+            )
+    return [weights[source] for source in windows.sources]
 
 
 def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

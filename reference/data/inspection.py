@@ -207,7 +207,11 @@ def _per_byte(num_tokens: int, num_bytes: int) -> float:
     return num_tokens / max(num_bytes, 1)
 
 
-def _words(values: dict[str, Any]) -> str:
-    return "\n".join(
-        f"{name}: {value}" for name, value in values.items() if not isinstance(value, list)
-    )
+def _words(values: dict[str, Any], indent: str = "") -> str:
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", _words(value, f"{indent}  ")]
+        elif not isinstance(value, list):
+            lines.append(f"{indent}{name}: {value}")
+    return "\n".join(lines)

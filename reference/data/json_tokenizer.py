@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,8 @@ class JsonTokenizer:
         """
         texts = []
         for number, data in enumerate(documents):
-            try:
+            with _in_document(number):
                 texts.append(self._readable(data))
-            except ValueError as error:
-                raise ValueError(f"document {number}: {error}") from error
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception where a word is unknown
@@ -87,7 +86,8 @@ class JsonTokenizer:
         tokens = []
         for number, encoding in enumerate(encodings):
             if self._unknown is not None and self._unknown in encoding.ids:
-                self._ids(texts[number])  # which says what is unknown
+                with _in_document(number):
+                    self._ids(texts[number])  # which says what is unknown
             tokens.append(torch.from_numpy(np.array([*encoding.ids, self.eos], dtype=np.int64)))
         return tokens
 
@@ -113,7 +113,7 @@ class JsonTokenizer:
     def _readable(self, data: bytes) -> str:
         """The text; ValueError if it is not UTF-8 or has a character that no token can hold."""
         text = _text(data)
-        for character in set(text) - self._known:
+        for character in sorted(set(text) - self._known):  # the same one is named in every run
             # White space may be what separates tokens and become none.
             if not (self._ids(character) or character.isspace()):
                 raise ValueError(f"no token can hold {character!r} (U+{ord(character):04X})")
@@ -146,6 +146,14 @@ class JsonTokenizer:
                     f"a text with {spelling!r} would get the special token {number}: the tokenizer "
                     f"does not mark it as special, or its vocabulary spells it"
                 )
+
+
+@contextmanager
+def _in_document(number: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"document {number}: {error}") from error
 
 
 def require_belongs(config: DecoderConfig, tokenizer: Any, fields: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ Signatures = npt.NDArray[np.uint32]
 Similar = Callable[[Places, Places], npt.NDArray[np.bool_]]
 KEEP = ("one", "all")
 MARGIN = 0.1
+MOST_KNOWN = 2**19  # some 120 MB
 _Q = np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -133,7 +134,7 @@ class Verified:
     """Whether pairs of documents are as similar as the threshold asks.
 
     estimate(left, right): the shares of equal numbers of the pairs; text_of: of one document, for
-    the pairs that are compared by their sets, each once.
+    the pairs that are compared by their sets. Up to MOST_KNOWN of those are remembered.
     """
 
     def __init__(
@@ -157,6 +158,8 @@ class Verified:
         if pair not in self._known:
             texts = self._text_of(left), self._text_of(right)
             found = jaccard(*texts, self._settings.shingle_words)
+            if len(self._known) >= MOST_KNOWN:  # n documents of one template are n^2 / 2 pairs
+                self._known.clear()
             self._known[pair] = found >= self._settings.threshold
         return self._known[pair]
 
@@ -250,69 +253,3 @@ def _joined(root: Places, left: Places, right: Places) -> Places:
         if np.array_equal(above, parent):
             return parent
         parent = above
-
-
-@dataclass(frozen=True)
-class SampledErrors:
-    """Clusters against exact Jaccard similarities, on a sample.
-
-    num_false of num_pairs: dropped documents whose similarity to the one that stays for them is
-    below the threshold, and the lowest of all; num_missed of num_documents: documents that stay
-    and are at least as similar to one before them that stays.
-    """
-
-    num_pairs: int
-    num_false: int
-    lowest_similarity: float
-    num_documents: int
-    num_missed: int
-
-
-def sampled_errors(
-    leader: Places,
-    blocks: Callable[[], Iterable[tuple[int, Signatures]]],
-    text_of: Callable[[int], bytes],
-    settings: DuplicateSettings,
-    num_pairs: int = 200,
-    num_documents: int = 64,
-) -> SampledErrors:
-    """Compares a seeded sample. leader: as `leaders` gives them; blocks(): (first document,
-    signatures) pieces of all documents; a missed pair is looked for among those whose signatures
-    say threshold - 0.15 or more.
-    """
-    chosen = np.random.default_rng(settings.seed)
-    firsts = np.flatnonzero(leader == np.arange(len(leader)))
-    others = np.flatnonzero(leader != np.arange(len(leader)))
-    others = np.sort(chosen.permutation(others)[:num_pairs])
-
-    def exact(a: int, b: int) -> float:
-        return jaccard(text_of(a), text_of(b), settings.shingle_words)
-
-    found = [exact(int(other), int(leader[other])) for other in others]
-    sample = np.sort(chosen.permutation(firsts)[:num_documents])
-    likely: dict[int, list[int]] = {int(one): [] for one in sample}
-    rows = dict(_rows_of(likely, blocks()))
-    for start, block in blocks():
-        for one, row in rows.items():
-            near = start + np.flatnonzero((block == row).mean(axis=1) >= settings.threshold - 0.15)
-            likely[one] += [int(other) for other in near if leader[other] == other < one]
-    num_missed = sum(
-        any(exact(one, other) >= settings.threshold for other in near)
-        for one, near in likely.items()
-    )
-    return SampledErrors(
-        len(found),
-        sum(value < settings.threshold for value in found),
-        min(found, default=1.0),
-        len(sample),
-        num_missed,
-    )
-
-
-def _rows_of(
-    wanted: Iterable[int], blocks: Iterable[tuple[int, Signatures]]
-) -> Iterable[tuple[int, Signatures]]:
-    documents = list(wanted)
-    for start, block in blocks:
-        yield from ((one, block[one - start].copy()) for one in documents
-                    if start <= one < start + len(block))  # fmt: skip

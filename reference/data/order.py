@@ -54,8 +54,9 @@ class Interleaving:
     after epoch, each epoch in another order.
 
     Next comes a row of the source with the smallest (targets consumed of it) / weight; among equals
-    the first. So after any number of rows, what was consumed of source s differs from its share
-    w_s / sum(w) of all targets consumed by at most S targets of the longest row, for S sources.
+    the first, where 64-bit rounding leaves them equal. So after any number of rows, what was
+    consumed of source s differs from its share w_s / sum(w) of all targets consumed by at most S
+    targets of the longest row, for S sources.
     A row without targets teaches nothing and is left out.
 
     targets: for each source [rows] int64, the supervised tokens of each row. weights: for each

@@ -21,6 +21,7 @@ import numpy as np
 from reference.checkpoint import disk
 from reference.checkpoint.files import FileRecord
 from reference.checkpoint.temporary import remove
+from reference.data.acceptance import accept
 from reference.data.checking import check_shards, unchecked
 from reference.data.clean import CleanSettings
 from reference.data.clustering import REASON, Assignment, assign
@@ -45,6 +46,7 @@ from reference.data.policy import PackingPolicy
 from reference.data.reading import Read, read_sources
 from reference.data.shards import open_documents
 from reference.data.sources import Source, fingerprint
+from reference.data.split import require_fraction
 from reference.data.tokenizing import make_tokenizer, parse_tokenizer, tokenize
 from reference.data.work import Workers, publish, working_folder
 from reference.data.writing import SHARD_TOKENS, write_file, write_shards
@@ -53,9 +55,18 @@ from reference.hf.folder import refuse_content, refuse_place
 Progress = Callable[[str, int], None]
 # Which files of this room, and which libraries, a step's result depends on.
 STEPS = {
-    "read": (("sources", "text_files", "clean", "corpus", "reading"), ("pyarrow", "zstandard")),
-    "duplicates": (("shingles", "near_duplicates", "clustering", "split"), ("numpy", "rensa")),
-    "tokenizer": (("tokenizing", "bpe", "tokenizer", "json_tokenizer", "ids"), ("tokenizers",)),
+    "read": (
+        ("sources", "text_files", "clean", "corpus", "language", "grammar", "reading"),
+        ("datasets", "pyarrow", "zstandard"),
+    ),
+    "duplicates": (
+        ("shingles", "near_duplicates", "duplicate_sample", "clustering", "split"),
+        ("numpy", "rensa"),
+    ),
+    "tokenizer": (
+        ("tokenizing", "bpe", "tokenizer", "json_tokenizer", "open_tokenizer", "ids", "acceptance"),
+        ("tokenizers",),
+    ),
     "shards": (("writing", "shards", "manifest"), ("pyarrow",)),
     "contamination": (("checking", "contamination", "shingles"), ("numpy",)),
 }
@@ -67,6 +78,8 @@ class PrepareSettings:
 
     tokenizer: `bytes`, `characters`, `bpe:N` or a file; shard_tokens: a shard ends behind it;
     check_contamination: False leaves the check unfinished, and then nothing is trained on it.
+
+    Raises ValueError for a validation_fraction that is not between 0 and 1.
     """
 
     policy: PackingPolicy
@@ -78,6 +91,9 @@ class PrepareSettings:
     contamination: ContaminationSettings = field(default_factory=ContaminationSettings)
     check_contamination: bool = True
     shard_tokens: int = SHARD_TOKENS
+
+    def __post_init__(self) -> None:
+        require_fraction(self.validation_fraction)
 
 
 def prepare(
@@ -97,7 +113,6 @@ def prepare(
     """
     directory = Path(directory).absolute()
     refuse_place(directory)
-    parse_tokenizer(settings.tokenizer)
     with (
         working_folder(directory, preparation_key(sources, settings)) as work,
         Workers(num_workers) as workers,
@@ -126,7 +141,7 @@ def preparation_key(sources: list[Source], settings: PrepareSettings) -> str:
         hashed.update(repr((_code(name), _libraries(name))).encode())
     given = parse_tokenizer(settings.tokenizer).given
     if given is not None:
-        hashed.update(given.file_bytes)
+        hashed.update(b"%d " % given.eos + given.file_bytes)
     return hashed.hexdigest()
 
 
@@ -152,6 +167,7 @@ class _Stages:
         )  # fmt: skip
         self.progress("tokenizer", 0)
         tokenizer, made = make_tokenizer(settings.tokenizer, read, assignment)
+        made["probes"] = accept(tokenizer, {}).probes
         self.progress("tokenize", 0)
         tokenize(read, assignment, tokenizer, self.workers, self._says("tokenize"))
         self.progress("shards", 0)

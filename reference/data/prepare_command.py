@@ -14,6 +14,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from reference.data.acceptance import CHANGED
 from reference.data.clean import CleanSettings
 from reference.data.inspection import draw, tables
 from reference.data.manifest import Manifest, read_manifest
@@ -84,7 +85,7 @@ def _prepare(options: argparse.Namespace) -> None:
               f"or code; remove it if nobody needs it", file=sys.stderr)  # fmt: skip
     with _shown() as progress:
         manifest = prepare(sources, options.out, settings, options.workers, progress)
-    Console().print(tables(manifest)[0])
+    Console(markup=False).print(tables(manifest)[0])  # names may hold brackets
     print(_summary(manifest, options.out))
 
 
@@ -97,14 +98,19 @@ def _summary(manifest: Manifest, directory: Path) -> str:
             f"{found['num_overlapping_documents']} of {found['num_validation_documents']} with "
             f"{found['threshold']:.0%} or more of their {found['ngram_words']}-grams"
         )
+        if num := found["num_decoded_differently"]:
+            lines.append(f"the tokenizer does not give back {num} documents as they were")
     else:
         lines.append("contamination not checked: nothing can be trained on this folder")
+    (step,) = [step for step in manifest.steps if step.name == "tokenizer"]
+    if changed := [name for name, how in step.results["probes"].items() if how == CHANGED]:
+        lines.append(f"the tokenizer changes text on trial: {', '.join(changed)}")
     return "\n".join(lines)
 
 
 def _inspect(options: argparse.Namespace) -> None:
     manifest = read_manifest(options.directory)
-    console = Console()
+    console = Console(markup=False)
     for table in tables(manifest, options.directory, options.windows):
         console.print(table)
     if options.drawing:

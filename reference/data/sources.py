@@ -10,7 +10,9 @@ Options follow a question mark: `PATH?weight=2&licence=MIT&only=py,rst`.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,11 +205,27 @@ def _corpus(name: str, seed: int) -> Iterator[RawDocument]:
 
 def _dataset(source: Source) -> Iterator[RawDocument]:
     """The rows of a data set, streamed; files are numbered as it hands them out."""
-    try:
-        stream = _load(source)
+    import datasets
+
+    with _named(source):
+        options = {**_asked(source), "split": source.options.get("split", "train")}
+        stream = datasets.load_dataset(source.place, **options, streaming=True)
         for number, row in enumerate(stream):
             where = f"{source.origin} row {number}"
             yield row_document(row, source.place, number, source.fields, where)
+
+
+def _asked(source: Source) -> dict[str, Any]:
+    """What `datasets` is told of a data set, apart from the split."""
+    options = {name: source.options.get(name) for name in ("revision", "data_files")}
+    return {"name": source.options.get("config"), **options}
+
+
+@contextmanager
+def _named(source: Source) -> Iterator[None]:
+    """An error of the library becomes a ValueError that names the source."""
+    try:
+        yield
     except ValueError:
         raise
     except Exception as error:  # the library, and what it reads through, raise of many kinds
@@ -216,26 +234,29 @@ def _dataset(source: Source) -> Iterator[RawDocument]:
         ) from error
 
 
-def _load(source: Source) -> Any:
-    import datasets
-
-    options = dict(source.options)
-    return datasets.load_dataset(
-        source.place,
-        name=options.get("config"),
-        split=options.get("split", "train"),
-        revision=options.get("revision"),
-        data_files=options.get("data_files"),
-        streaming=True,
-    )
-
-
 def fingerprint(source: Source) -> str:
-    """SHA-256 of what can be known of a source without reading it: for files, names, sizes and
-    times of change. A preparation that was killed goes on only if it is the same.
+    """SHA-256 of what can be known of a source without reading it: of files names, sizes and times
+    of change; of a data set its files, with the time or the commit that `datasets` has of each; of
+    a corpus the running Python. A preparation that was killed goes on only if it is the same.
+
+    Raises ValueError for files, or a data set, that are not there.
     """
     hashed = hashlib.sha256(repr(source).encode())
     for path in source.files():
         found = path.stat()
         hashed.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+    if source.kind == "corpus":
+        hashed.update(sys.version.encode())
+    if source.kind == "datasets":
+        hashed.update(_state_of_dataset(source).encode())
     return hashed.hexdigest()
+
+
+def _state_of_dataset(source: Source) -> str:
+    import datasets
+
+    with _named(source):
+        builder = datasets.load_dataset_builder(source.place, **_asked(source))
+    files = builder.config.data_files or {}
+    states = [(str(split), list(own), own.origin_metadata) for split, own in sorted(files.items())]
+    return f"{builder.hash} {states}"

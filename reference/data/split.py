@@ -17,13 +17,18 @@ def split(clusters: Sequence[bytes], fraction: float, seed: int) -> list[str]:
     is held out on average.
 
     clusters: the name of each document's cluster, which is the smallest SHA-256 in it.
-    Raises ValueError for a fraction that is not between 0 and 1.
+    Raises ValueError as require_fraction does.
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f"the validation fraction is {fraction}; it must be between 0 and 1")
+    require_fraction(fraction)
     limit = int(fraction * 2**64)
     is_held_out = {c: _number(c, seed) < limit for c in set(clusters)}
     return [VALIDATION if is_held_out[cluster] else TRAIN for cluster in clusters]
+
+
+def require_fraction(fraction: float) -> None:
+    """ValueError unless the fraction is between 0 and 1."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"the validation fraction is {fraction}; it must be between 0 and 1")
 
 
 def _number(cluster: bytes, seed: int) -> int:

@@ -21,7 +21,8 @@ LINE_SUFFIXES = frozenset([".jsonl", ".ndjson", ".json"])
 TABLE_SUFFIXES = frozenset([".parquet", ".arrow"])
 PACKED_SUFFIXES = frozenset([".gz", ".zst"])
 ROWS_AT_ONCE = 256
-PIECE_BYTES = 2**16
+FRAME_PIECE_BYTES = 2**10  # of packed bytes taken together: they may stand for 32 MiB of one letter
+BUFFER_BYTES = 2**17
 WHOLE_FILE = -1
 
 
@@ -91,8 +92,8 @@ def files_below(root: Path, only: tuple[str, ...] = ()) -> list[Path]:
 
 
 def documents_in(path: Path, name: str, fields: Fields, max_bytes: int) -> Iterator[RawDocument]:
-    """The documents of one file. name: what they are said to come from; max_bytes: of a line or a
-    packed file; a plain text file is read whole.
+    """The documents of one file. name: what they are said to come from; max_bytes: of a text file
+    max_bytes + 1 are read at most, which cleaning drops; of a line, with what JSON adds to them.
 
     Raises ValueError naming the file, and the line where there is one, for what cannot be read: a
     truncated file, a line that is no JSON object, a missing field.
@@ -201,7 +202,7 @@ def _opened(path: Path) -> BinaryIO:
     if path.suffix.lower() == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix.lower() == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_Frames(path), 2 * PIECE_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_Frames(path), BUFFER_BYTES))
     return path.open("rb")
 
 
@@ -235,7 +236,7 @@ class _Frames(io.RawIOBase):
         """Unpacks a piece; False at the end of the file."""
         import zstandard
 
-        self._packed = self._packed or self._file.read(PIECE_BYTES)
+        self._packed = self._packed or self._file.read(FRAME_PIECE_BYTES)
         if not self._packed:
             if self._frame is not None:
                 raise EOFError("it ends inside a zstd frame: the file is cut off")

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reference.data.bpe import train_bpe, train_characters
+from reference.data.bpe import require_size, train_bpe, train_characters
 from reference.data.clustering import Assignment
 from reference.data.ids import id_dtype_name, write_ids
 from reference.data.manifest import SPLITS, TOKENIZER, TRAIN
@@ -44,8 +44,8 @@ def parse_tokenizer(text: str) -> TokenizerChoice:
     """`bytes`, `characters`, `bpe:N`, or a FILE (or its folder), FILE?eos=ID where nothing beside
     it names the token that ends a document.
 
-    Raises ValueError for a BPE without a size, for an eos that is no number, and for a file that is
-    no tokenizer.
+    Raises ValueError for a BPE without a size or with too small a one, for an eos that is no
+    number, and for a file that is no tokenizer.
     """
     if text in ("bytes", "characters"):
         return TokenizerChoice(text)
@@ -53,6 +53,7 @@ def parse_tokenizer(text: str) -> TokenizerChoice:
     if kind == "bpe":
         if not size.isdecimal():
             raise ValueError(f"tokenizer {text!r}: give the size of the vocabulary, as in bpe:8192")
+        require_size(int(size))
         return TokenizerChoice("bpe", int(size))
     path, asked, eos = text.partition("?eos=")
     if asked and not eos.isdecimal():
@@ -106,6 +107,7 @@ def tokenize(
         progress(num_documents)
 
 
+@lru_cache(maxsize=1)  # a large vocabulary takes longer to open than a chunk to tokenize
 def _opened(folder: Path, eos: int) -> Tokenizer:
     return open_tokenizer(folder / TOKENIZER, eos)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from glob import escape
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -57,7 +58,7 @@ def leftovers(target: Path, key: str) -> list[Path]:
     """Folders of other preparations of `target`, which were not finished."""
     return [
         folder
-        for folder in sorted(target.parent.glob(f".{target.name}.prepare-*"))
+        for folder in sorted(target.parent.glob(f".{escape(target.name)}.prepare-*"))
         if folder.name != f".{target.name}.prepare-{key[:12]}"
     ]
 

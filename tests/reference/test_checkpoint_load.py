@@ -21,7 +21,8 @@ from checkpoint_runs import (
     snapshot_of,
 )
 
-from reference.checkpoint import OTHER_WORLD_SIZE, CheckpointError, expected, load, save
+from reference.checkpoint import CheckpointError, expected, load, save
+from reference.checkpoint.files import tensor_files
 from reference.checkpoint.state import canonical_json
 from reference.schedule import Schedule
 from reference.train import initial_model
@@ -66,7 +67,6 @@ def test_a_model_on_meta_says_what_is_expected_too(saved):
         ),
         (lambda: replace(expected_of(), identity={"manifest": None}), "manifest is 'aaa.*and None"),
         (lambda: replace(expected_of(), identity={"code": "d"}), "code is None as saved and 'd'"),
-        (lambda: replace(expected_of(), world_size=2), "saved by 1 processes, this run has 2"),
         (
             lambda: expected(fresh(), replace(SETTINGS, weight_decay=0.2)),
             "other settings: weight_decay is 0.1 as saved and 0.2",
@@ -91,16 +91,16 @@ def test_another_dtype_is_refused(saved):
     refused(saved, r"other parameters: .* is 'F32 \[.*' as saved and 'F64", expected_of(training))
 
 
-def test_another_number_of_processes_is_declared_refused(saved):
-    assert OTHER_WORLD_SIZE == "refused"
-    refused(saved, "is refused in this version", replace(expected_of(), world_size=2))
-
-
 def test_a_rank_that_never_wrote_is_missed(folder):
-    rewritten(folder, lambda content: content.update(world_size=2))
+    first = list(tensor_files(0, 2).values())
+    rewritten(folder, lambda c: (c.update(world_size=2), c["ranks"].update({"0": first})))
+    refused(folder, "model-00000-of-00002.safetensors.* of rank 0 were not written")
+    rewritten(folder, lambda c: c["files"].update(dict.fromkeys(first, c["files"]["state.json"])))
+    refused(folder, "does not hold model-00000-of-00002.safetensors")
+    rewritten(folder, lambda c: c["ranks"].update({"0": c["ranks"]["0"], "1": ["x"]}))
+    for name in first:
+        (folder / name).write_bytes((folder / "state.json").read_bytes())
     refused(folder, "of 2 processes and has no file of rank 1")
-    rewritten(folder, lambda c: c["ranks"].update({"1": ["random-00001.safetensors"]}))
-    refused(folder, r"random-00001\.safetensors of rank 1 were not written")
 
 
 def test_a_file_of_a_rank_that_is_not_there_is_missed(folder):

@@ -13,7 +13,7 @@ import pytest
 from prepared import content, lines, prepared, settings, text_folder, texts
 
 from reference.checkpoint import disk
-from reference.data.manifest import read_manifest, require_uncontaminated
+from reference.data.manifest import read_manifest
 from reference.data.near_duplicates import DuplicateSettings
 from reference.data.open_tokenizer import open_tokenizer
 from reference.data.prepare import preparation_key, prepare
@@ -219,74 +219,10 @@ def test_tokenizers_that_are_none_are_refused(tmp_path):
             parse_tokenizer(text)
 
 
-def test_a_skipped_check_is_unfinished_and_training_would_refuse(folder, tmp_path):
-    manifest = prepared(tmp_path / "out", folder, check_contamination=False)
-    with pytest.raises(ValueError, match="contamination check is 'unfinished'"):
-        require_uncontaminated(tmp_path / "out", manifest)
-    require_uncontaminated(tmp_path / "all", prepared(tmp_path / "all", folder))
-
-
-def test_quoted_text_is_counted_as_overlap(tmp_path):
-    own = texts(60, num_words=60)
-    quoting = [f"{text} {own[i]}" for i, text in enumerate(texts(60, seed=1, num_words=60))]
-    (tmp_path / "rows.jsonl").write_bytes(lines({"text": text} for text in [*own, *quoting]))
-    manifest = prepared(tmp_path / "out", tmp_path / "rows.jsonl")
-    found = manifest.contamination
-    splits = {}
-    for shard in manifest.shards:
-        for row in open_documents(tmp_path / "out", shard)["row"].to_pylist():
-            splits[row] = shard.split
-    torn = [i for i in range(60) if splits[i] != splits[60 + i]]
-    whole = [i for i in torn if splits[i] == "validation"]  # all of its text is quoted in training
-    assert whole and found["overlaps"][-1] == len(whole)
-    half = len(torn) - len(whole)  # 48 of its 108 runs are those of the text in training
-    assert sum(found["overlaps"][4:5]) == half
-    assert found["num_shared_documents"] == 0 and found["num_decoded_differently"] == 0
-
-
 def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a single document")
     with pytest.raises(ValueError, match="no document is left for"):
         prepared(tmp_path / "out", tmp_path / "one.txt")
-
-
-def test_the_command_prepares_inspects_and_draws(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    out = str(tmp_path / "out")
-    arguments = ["prepare", f"{folder}?weight=3", "python-docs?weight=1", "--out", out,
-                 "--window-tokens", "512", "--tail", "pad", "--near-duplicates", "all"]  # fmt: skip
-    assert main(arguments) == 0
-    assert "0 documents shared" in capsys.readouterr().out
-    drawing = tmp_path / "drawing.png"
-    assert main(["inspect", out, "--drawing", str(drawing)]) == 0
-    shown = capsys.readouterr().out
-    for words in (
-        "what is written",
-        "tokens per byte",
-        "part of an epoch",
-        "<EOS>",
-        "its token 0",
-    ):
-        assert words in shown
-    assert drawing.read_bytes().startswith(b"\x89PNG") and drawing.stat().st_size > 10_000
-    manifest = read_manifest(out)
-    assert manifest.policy["tail"] == "pad" and manifest.policy["window_tokens"] == 512
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--validation-fraction", "0"], "must be between 0 and 1"),
-        (["--near-duplicate-threshold", "1.5"], "must be above 0 and at most 1"),
-        (["--tokenizer", "bpe:100"], "vocabulary_size is 100"),
-        (["--workers", "0"], "no whole number"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(folder, tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["prepare", str(folder), "--out", str(tmp_path / "out"), *arguments])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_near_duplicates_are_sampled_and_told(tmp_path):
@@ -315,3 +251,36 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(folder, tmp_path):
     ids = np.fromfile(tmp_path / "out" / shard.tokens_file, "<u2")
     table = pq.read_table(tmp_path / "out" / shard.documents_file)
     assert len(ids) == shard.num_tokens == int(table["num_tokens"].to_numpy().sum())
+
+
+def test_the_check_is_made_again_with_the_shards(folder, tmp_path, monkeypatch, small_chunks):
+    with monkeypatch.context() as patch:
+        calls = failing(patch, "rename", 0, Crash())
+        prepared(tmp_path / "whole", folder)
+    with monkeypatch.context() as patch:
+        failing(patch, "rename", len(calls), Crash())  # the one that publishes
+        with pytest.raises(Crash):
+            prepared(tmp_path / "out", folder)
+    checked = []
+    prepare(
+        parse_sources([str(folder)]),
+        tmp_path / "out",
+        settings(),
+        progress=lambda stage, num_done: checked.append(num_done) if stage == "check" else None,
+    )
+    manifest = read_manifest(tmp_path / "out")
+    assert sum(checked) == sum(shard.num_tokens for shard in manifest.shards)
+
+
+def test_a_changed_data_set_is_not_gone_on_with(tmp_path, monkeypatch, small_chunks):
+    (tmp_path / "rows").mkdir()
+    rows, source = tmp_path / "rows" / "rows.jsonl", f"datasets:{tmp_path / 'rows'}"
+    rows.write_bytes(lines({"text": text} for text in texts(40)))
+    with monkeypatch.context() as patch:
+        failing(patch, "rename", 5, Crash())
+        with pytest.raises(Crash):
+            prepared(tmp_path / "out", source)
+    rows.write_bytes(lines({"text": text} for text in texts(40, seed=7)))
+    prepared(tmp_path / "out", source)
+    prepared(tmp_path / "fresh", source)
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")

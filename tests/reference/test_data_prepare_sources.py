@@ -112,6 +112,22 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path):
         read(path, max_bytes=1_000)
 
 
+def test_little_that_stands_for_much_does_not_fill_the_memory(tmp_path, monkeypatch):
+    packer = zstandard.ZstdCompressor().compressobj()
+    parts = [packer.compress(b"a" * 2**24) for _ in range(16)]  # 256 MiB of one letter
+    (tmp_path / "a.txt.zst").write_bytes(b"".join([*parts, packer.flush()]))
+    made, whole = [], text_files._Frames._more
+
+    def noted(frames):
+        is_more = whole(frames)
+        made.append(len(frames._made))
+        return is_more
+
+    monkeypatch.setattr(text_files._Frames, "_more", noted)
+    (document,) = read(tmp_path / "a.txt.zst", max_bytes=2**20)
+    assert len(document.data) == 2**20 + 1 and max(made) <= 2**26
+
+
 def test_text_that_is_no_unicode_is_dropped_or_refused():
     surrogate = json.loads('"\\ud800 half a pair"')
     document = text_files.row_document({"text": surrogate}, "f", 0, Fields(), "row 0")

@@ -199,6 +199,15 @@ def test_declared_weights_mix_the_sources(tmp_path):
     assert abs(targets[0] / sum(targets) - 0.9) <= 2 * 48 / sum(targets)
 
 
+def test_a_declared_weight_of_a_source_without_a_window_is_refused(tmp_path, capsys):
+    texts = sources()
+    texts["train"].append([[b"short"]])
+    three = [record("a", 0.5), record("b", 0.3), record("c", 0.2)]
+    write_folder(tmp_path, texts, PackingPolicy(48), sources=three)
+    message = refused(capsys, "--data", tmp_path)
+    assert "source c declares weight 0.2, and has no window of 48 tokens" in message
+
+
 def test_weights_of_some_sources_only_are_refused(tmp_path, capsys):
     some = [record("a", 0.9), record("b", None)]
     write_folder(tmp_path, sources(), PackingPolicy(48), sources=some)

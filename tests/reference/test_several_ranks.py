@@ -51,7 +51,6 @@ def as_if_launched(monkeypatch):
         (False, ["--distribute", "ddp"], "python -m torch.distributed.run"),
         (True, ["--distribute", "no.such"], "no module with ROLES"),
         (True, ["--distribute", "json"], "no module with ROLES"),
-        (True, ["--checkpoints", "run"], "cannot keep --checkpoints yet"),
     ],
 )
 def test_bad_input_is_named_and_exits_2(is_launched, arguments, message, monkeypatch, capsys):

@@ -81,7 +81,7 @@ def test_a_run_is_resumed_and_refused_where_it_is_another(tmp_path, capsys):
     assert first[1].startswith("before: ") and first[2].startswith("3 updates, ")
     assert main([*kept, "--updates", "3", "--resume"]) == 0
     second = capsys.readouterr().out.splitlines()
-    assert second == [f"resuming from {tmp_path / 'step-00000003'}", first[2]]
+    assert second == [f"resuming from {tmp_path / 'step-00000003'}, exact", first[2]]
     for more, message in [
         ([], "step-00000003 is there already; --resume it or choose another directory"),
         (["--resume", "--updates", "4"], "schedule: "),

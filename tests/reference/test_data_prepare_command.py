@@ -1,0 +1,97 @@
+"""The command says what it made, and refuses before the work what would be refused after it."""
+
+import pytest
+from prepared import lines, prepared, text_folder, texts
+
+from reference.data import tokenizing
+from reference.data.acceptance import EXACT, PROBES, REFUSED
+from reference.data.manifest import read_manifest
+from reference.data.prepare_command import main
+from reference.data.work import leftovers
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return text_folder(tmp_path / "source")
+
+
+def test_the_command_prepares_inspects_and_draws(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    out = str(tmp_path / "out")
+    arguments = ["prepare", f"{folder}?weight=3", "python-docs?weight=1", "--out", out,
+                 "--window-tokens", "512", "--tail", "pad", "--near-duplicates", "all"]  # fmt: skip
+    assert main(arguments) == 0
+    assert "0 documents shared" in capsys.readouterr().out
+    drawing = tmp_path / "drawing.png"
+    assert main(["inspect", out, "--drawing", str(drawing)]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "what is written",
+        "tokens per byte",
+        "part of an epoch",
+        "<EOS>",
+        "its token 0",
+    ):
+        assert words in shown
+    assert drawing.read_bytes().startswith(b"\x89PNG") and drawing.stat().st_size > 10_000
+    manifest = read_manifest(out)
+    assert manifest.policy["tail"] == "pad" and manifest.policy["window_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--validation-fraction", "0"], "must be between 0 and 1"),
+        (["--near-duplicate-threshold", "1.5"], "must be above 0 and at most 1"),
+        (["--tokenizer", "bpe:100"], "vocabulary_size is 100"),
+        (["--workers", "0"], "no whole number"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(folder, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["prepare", str(folder), "--out", str(tmp_path / "out"), *arguments])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"], "nothing was begun"
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]"])
+def test_names_with_brackets_are_printed_as_they_are(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "rows.jsonl").write_bytes(lines({"text": t, "topic": name} for t in texts(40)))
+    source = f"{tmp_path / 'rows.jsonl'}?slice=topic"
+    arguments = ["prepare", source, "--out", str(tmp_path / "out"), "--window-tokens", "64",
+                 "--validation-fraction", "0.3"]  # fmt: skip
+    assert main(arguments) == 0
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert name in capsys.readouterr().out
+
+
+def test_the_manifest_has_what_the_tokenizer_was_accepted_for(folder, tmp_path):
+    for kind, invalid in (("bytes", EXACT), ("bpe:300", REFUSED)):
+        manifest = prepared(tmp_path / kind, folder, tokenizer=kind)
+        (step,) = [step for step in manifest.steps if step.name == "tokenizer"]
+        want = {**dict.fromkeys(PROBES, EXACT), "invalid bytes": invalid}
+        assert step.results["probes"] == want
+
+
+def test_a_tokenizer_that_changes_text_is_told(folder, tmp_path, capsys):
+    from tokenizers import Tokenizer, normalizers
+
+    lossy = Tokenizer.from_str(tokenizing.train_bpe([b"abc " * 9], 257).decode())
+    lossy.normalizer = normalizers.Lowercase()
+    (tmp_path / "lossy.json").write_text(lossy.to_str())
+    (folder / "000.txt").write_text("Upper case")
+    arguments = ["prepare", str(folder), "--out", str(tmp_path / "out"), "--window-tokens", "64",
+                 "--tokenizer", f"{tmp_path / 'lossy.json'}?eos=0",
+                 "--validation-fraction", "0.3"]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "the tokenizer does not give back 1 documents as they were" in said
+    assert "the tokenizer changes text on trial: special-token text" in said
+
+
+def test_leftovers_of_a_folder_with_odd_letters_are_found(tmp_path):
+    (tmp_path / ".data[1].prepare-0123456789ab").mkdir()
+    (tmp_path / ".data1.prepare-0123456789ab").mkdir()
+    (found,) = leftovers(tmp_path / "data[1]", "f" * 64)
+    assert found.name == ".data[1].prepare-0123456789ab"
