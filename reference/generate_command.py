@@ -21,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.top_k and not options.temperature:
+        parser.error("--top-k chooses among draws, and temperature 0 draws nothing: give a "
+                     "--temperature above 0, or leave --top-k out")  # fmt: skip
     stack = SimpleNamespace(**ROLES)
     try:
         start = start_from(

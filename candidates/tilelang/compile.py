@@ -164,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--spilled-bytes", type=int, default=ALLOWED_SPILL, help="allowed")
     chosen_options = parser.parse_args(arguments)
+    if chosen_options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {chosen_options.jobs}")
     names = [name for name in chosen_options.only.split(",") if name]
     sizes = chosen_options.presets.split(",")
     if unknown := [size for size in sizes if size not in PRESETS]:

@@ -99,7 +99,8 @@ def test_the_command_prints_the_prompt_and_what_follows(folder, model, capsys):
         (["--prompt", ""], "at least one token"),
         (["--prompt", "caf\udce9"], "byte 3 (0xe9) is not UTF-8"),
         (["--prompt", "a", "--temperature", "-1"], "temperature must be finite"),
-        (["--prompt", "a", "--top-k", "300"], "top_k 300 is more than"),
+        (["--prompt", "a", "--temperature", "1", "--top-k", "300"], "top_k 300 is more than"),
+        (["--prompt", "a", "--top-k", "3"], "temperature 0 draws nothing"),
         (["--prompt", "a", "--adapters", "nowhere"], "cannot read nowhere"),
     ],
 )
