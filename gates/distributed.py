@@ -45,15 +45,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What accumulate left: its sums, every gradient whole (zeros where there is none), how many
-    parameters have one.
+    """What accumulate left: its sums, every gradient whole (zeros where there is none); and how
+    often swiglu was called, where that is counted.
     """
 
     nll_sum: float
     num_targets: int
     num_tokens: int
     tensors: dict[str, Tensor]
-    num_gradients: int
     num_swiglus: int = 0
 
 

@@ -54,6 +54,14 @@ CASES = {
             "all_reduce": (2, 16 + 4),
         },
     ),
+    "fsdp2, 2 ranks, reduced in bfloat16": (
+        ("fsdp2", (2,), 1, BFLOAT16, BFLOAT16),
+        {
+            "all_gather": (5 + 1, (2 * 136 + 22) * 2 + 8),
+            "reduce_scatter": (3, 2 * 158 * 2),
+            "all_reduce": (2, 16 + 4),
+        },
+    ),
     "fsdp2, 1 rank": (
         ("fsdp2", (1,), 2, FLOAT32, FLOAT32),
         {"all_gather": (1, 8), "all_reduce": (2, 16 + 4)},

@@ -59,25 +59,12 @@ def _check_ledger(check, name, traffic, stack, start, world_size):
     told = stack.training_communication(
         toys.TINY, kind, mesh, NUM_MICROBATCHES, width, torch.float32
     )
-    parts = [part for part in told.traffic if part.group_size > 1 or not _is_sharding(part)]
     for what, values, wanted in (
-        ("collectives", traffic.counts, _by_kind(parts, "count")),
-        ("bytes", traffic.num_bytes, _by_kind(parts, "num_bytes")),
+        ("collectives", traffic.counts, told.counts),
+        ("bytes", traffic.num_bytes, told.num_bytes),
     ):
         check(f"{what} of an update by kind: {name}", _listed(values), equal=_listed(wanted),
               because=f"the ledger's formula for {kind}")  # fmt: skip
-
-
-def _is_sharding(part):
-    """What fully_shard leaves out where one rank holds all: nothing is gathered or scattered."""
-    return part.purpose in ("parameters", "gradients") and part.kind != "all_reduce"
-
-
-def _by_kind(parts, field):
-    totals = {}
-    for part in parts:
-        totals[part.kind] = totals.get(part.kind, 0) + getattr(part, field)
-    return totals
 
 
 def _listed(by_kind):

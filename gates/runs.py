@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 from gates import snapshots, toys
 from reference.data.pack import Rows
@@ -104,20 +105,26 @@ def train(
     checkpoints: Checkpoints | None = None,
     stop_after: float = math.inf,
     inside_accumulation: bool = False,
+    rank: Any = None,
 ) -> Run:
     """A run from fresh objects, as a new process would begin it, and what there was to see.
 
+    rank: of those that train it together, each with a random state of its own.
     stop_after: updates that are applied before the run is interrupted: at the beginning of the next
     one, or inside_accumulation behind the first of its microbatches.
     """
-    torch.manual_seed(RANDOM_SEED if checkpoints is None or not checkpoints.resume else 99)
+    seed = RANDOM_SEED if checkpoints is None or not checkpoints.resume else 99
+    torch.manual_seed(seed if rank is None else 10 * seed + rank.index)
     run, windows = Run(), source.windows()
     watched = _watching(stack, run, stop_after, inside_accumulation)
     config = replace(toys.TINY, num_layers=1)
     arguments = (config, watched, windows, SETTINGS, SEED, device, None, "overshoot", False)
+    more = {} if checkpoints is None else {"checkpoints": checkpoints}
+    if rank is not None:
+        mesh = init_device_mesh(device.type, (rank.world_size,), mesh_dim_names=("data",))
+        more["mesh"] = mesh
     try:
-        with_checkpoints = {} if checkpoints is None else {"checkpoints": checkpoints}
-        result = stack.train(*arguments, **with_checkpoints)
+        result = stack.train(*arguments, **more)
     except Interrupted:
         return run
     except Exception as error:  # how a resume on trial ends is a result here, and it is reported

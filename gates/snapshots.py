@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gates import toys
+from reference.checkpoint.shards import local
 from reference.schedule import Schedule
 from reference.update import TrainState, UpdateSettings
 
@@ -18,8 +19,9 @@ from reference.update import TrainState, UpdateSettings
 def parts(value: Any) -> dict[str, str]:
     """Every leaf of nested dataclasses, mappings and sequences by its path, as comparable text.
 
-    A tensor is its dtype, shape and the SHA-256 of its bytes; two that are equal bit for bit have
-    the same text, 0.0 and -0.0 do not. Anything else is its repr, which is exact for floats.
+    A tensor is its dtype, shape and the SHA-256 of its bytes (of a DTensor, of those that this rank
+    holds); two that are equal bit for bit have the same text, 0.0 and -0.0 do not. Anything else is
+    its repr, which is exact for floats.
     """
     return dict(_leaves(value, ""))
 
@@ -31,6 +33,7 @@ def differing(got: dict[str, str], want: dict[str, str]) -> list[str]:
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Tensor):
+        value = local(value)
         raw = value.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest = hashlib.sha256(raw.numpy().data).hexdigest()
         yield path, f"{value.dtype} {tuple(value.shape)} {digest}"
@@ -61,7 +64,7 @@ def of_training(training: TrainState) -> dict[str, str]:
     names = {p: name for name, p in reversed(parameters.items())}  # the first name of a shared one
     first_at: dict[int, str] = {}
     for name, p in parameters.items():
-        first_at.setdefault(p.data_ptr(), name)
+        first_at.setdefault(local(p).data_ptr(), name)
     random = {"cpu": torch.get_rng_state()}
     device = next(iter(parameters.values())).device
     if device.type != "cpu":
@@ -69,7 +72,7 @@ def of_training(training: TrainState) -> dict[str, str]:
     return parts(
         {
             "parameters": parameters,
-            "shared": {name: first_at[p.data_ptr()] for name, p in parameters.items()},
+            "shared": {name: first_at[local(p).data_ptr()] for name, p in parameters.items()},
             "optimizer": {
                 names.get(p, f"unknown {tuple(p.shape)}"): state
                 for p, state in training.optimizer_state.items()

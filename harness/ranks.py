@@ -69,19 +69,25 @@ class Session:
 
     def why_not(self, world_size: int) -> str:
         """Why a job of ``world_size`` ranks cannot run here, one sentence; empty if it can."""
+        if world_size % self.hosts.num:
+            return f"{world_size} ranks cannot be dealt evenly to {self.hosts.num} hosts."
+        if missing := missing_backend(self.device_kind):
+            return missing
+        if too_few := self._too_few_devices(world_size // self.hosts.num):
+            return too_few
         if world_size > self.num_ranks:
             return (f"{world_size} ranks are more than --ranks {self.num_ranks}; "
                     f"give --ranks {world_size}.")  # fmt: skip
-        if world_size % self.hosts.num:
-            return f"{world_size} ranks cannot be dealt evenly to {self.hosts.num} hosts."
-        missing = missing_backend(self.device_kind)
-        if missing or self.device_kind == "cpu":
-            return missing
-        here, num_devices = world_size // self.hosts.num, num_devices_of(self.device_kind)
-        if here > num_devices:
-            kind = {"cuda": "GPU", "npu": "NPU"}[self.device_kind]
-            return f"{here} ranks need {here} {kind}s; this machine has {num_devices}."
         return ""
+
+    def _too_few_devices(self, num_local: int) -> str:
+        if self.device_kind == "cpu":
+            return ""
+        num_devices = num_devices_of(self.device_kind)
+        if num_local <= num_devices:
+            return ""
+        kind = {"cuda": "GPU", "npu": "NPU"}[self.device_kind]
+        return f"{num_local} ranks need {num_local} {kind}s; this machine has {num_devices}."
 
 
 def num_devices_of(kind: str) -> int:

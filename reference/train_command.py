@@ -26,6 +26,7 @@ from reference.data.folder_text import (
 )
 from reference.data.loader import Loader
 from reference.data.open_tokenizer import Tokenizer
+from reference.data.remarks import warnings
 from reference.data.tokenizer import ByteTokenizer
 from reference.data.training_text import (
     MICROBATCHES_PER_WINDOW,
@@ -100,7 +101,11 @@ def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
     folder = open_folder(options.data, stack) if options.data else None
     start = _start(options, stack, folder)
     text = folder or _text(options, start)
-    _require_positions(start.config, text.row_tokens)
+    _require_positions(
+        start.config, text.row_tokens, "--window-tokens of prepare" if folder else "--row-tokens"
+    )
+    for warning in warnings(folder.manifest) if folder and ranks.index == 0 else []:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     windows = text.windows(options.seed, options.updates)
     plain = copy.deepcopy(start.model) if ranks.mesh else start.model
     if not _is_resumed(options) and ranks.index == 0:
@@ -186,11 +191,11 @@ def _text(options: argparse.Namespace, start: _Start) -> TrainingText:
     return language_text(start.tokenizer, options.row_tokens, options.seed)
 
 
-def _require_positions(config: Any, row_tokens: int) -> None:
+def _require_positions(config: Any, row_tokens: int, option: str) -> None:
     if config.max_positions < row_tokens:
         raise ValueError(
             f"rows have {row_tokens} tokens, the model {config.max_positions} positions; "
-            f"choose --row-tokens or another model"
+            f"choose another {option}, or another model"
         )
 
 

@@ -134,14 +134,15 @@ def accumulate(model: Any, window: Window, group: Any, loss_scale: float = 1.0) 
     num_targets, num_tokens = sum_counts(counts, group, device)
     if num_targets == 0:
         return WindowStats(0.0, 0, num_tokens)
-    nll_sum = 0.0
+    nll_sums = []
     for microbatch in window.microbatches:
         hidden_BTD = model(microbatch.input_ids, microbatch.positions, microbatch.documents)
         nll, _ = model.stack.token_nll(
             hidden_BTD.flatten(0, 1), model.lm_head.weight, microbatch.labels.flatten()
         )
         (nll / num_targets * loss_scale).backward()
-        nll_sum += float(nll.detach())
+        nll_sums.append(nll.detach().clone())  # an operator may use its output's memory again
+    nll_sum = sum(map(float, nll_sums))  # no wait for the device between microbatches
     sum_gradients(parameters, group)
     if loss_scale != 1.0:
         _divide_gradients(parameters, loss_scale)

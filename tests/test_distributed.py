@@ -91,6 +91,19 @@ def test_a_plain_model_on_several_ranks_is_refused(candidate, model, window, mon
         candidate.accumulate(model, window, group)
 
 
+@pytest.mark.parametrize("candidate", [ddp, fsdp2])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (DistributionSettings(compute_dtype=torch.bfloat16), "no compute_dtype"),
+        (DistributionSettings(checkpoint_activations=True), "no `layers`"),
+    ],
+)
+def test_settings_without_a_place_are_refused(candidate, settings, words, mesh):
+    with pytest.raises(ValueError, match=words):
+        candidate.distribute(nn.Linear(2, 2), mesh, settings)
+
+
 def test_a_mesh_of_three_dimensions_is_refused(group):
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match="1-D, or 2-D"):

@@ -35,18 +35,27 @@ def broadcast_first_rank(model: nn.Module, group: Any) -> None:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Has every module with a `compute_dtype` cast to `dtype` where it computes; None: as it is."""
-    for module in model.modules():
-        if dtype is not None and hasattr(module, "compute_dtype"):
-            module.compute_dtype = dtype
+    """Has every module with a `compute_dtype` cast to `dtype` where it computes; None: as it is.
+
+    Raises ValueError for a dtype that no module has a place for.
+    """
+    if dtype is None:
+        return
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "compute_dtype")]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no compute_dtype to set to {dtype}")
+    for module in modules:
+        module.compute_dtype = dtype
 
 
 def recompute_layers(model: nn.Module) -> None:
     """Puts activation checkpointing around every layer of `model.layers`.
 
     A layer's activations are computed again in the backward, with torch's random state as it was,
-    so that dropout drops the same.
+    so that dropout drops the same. Raises ValueError for a model without `layers`.
     """
-    layers: Any = getattr(model, "layers", ())
+    layers: Any = getattr(model, "layers", None)
+    if layers is None:
+        raise ValueError(f"{type(model).__name__} has no `layers` to recompute")
     for index, layer in enumerate(layers):
         layers[index] = checkpoint_wrapper(layer, preserve_rng_state=True)

@@ -63,19 +63,18 @@ def backward_all(
     unsynchronized: around all microbatches but the last, and around forward and backward both:
     DDP arms its reducer in forward.
     """
-    nll_sum = torch.zeros((), device=device_of(model))
     first, last = window.microbatches[:-1], window.microbatches[-1]
     with unsynchronized:
-        for microbatch in first:
-            nll_sum = nll_sum + _backward(model, microbatch, factor)
-    nll_sum = nll_sum + _backward(model, last, factor)
-    return float(nll_sum)
+        nll_sums = [_backward(model, microbatch, factor) for microbatch in first]
+    nll_sums.append(_backward(model, last, factor))
+    # One wait for the device, and float64 on the CPU: not every device has it.
+    return float(torch.stack(nll_sums).cpu().double().sum())
 
 
 def _backward(model: nn.Module, microbatch: Any, factor: float) -> Tensor:
     nll_sum = loss_of(model, microbatch)
     (nll_sum * factor).backward()
-    return nll_sum.detach().double()
+    return nll_sum.detach().clone()  # an operator may use its output's memory again
 
 
 def sum_counts(counts: list[int], group: Any, device: torch.device) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from harness import fault
@@ -72,6 +73,24 @@ def names_with_a_prefix(reference):
 
         def forward(self, *inputs):
             return self.inner(*inputs)
+
+    return lambda model, mesh, settings: Wrapped(reference.distribute(model, mesh, settings))
+
+
+@fault(
+    role="distribute",
+    caught_by="m6_collectives::test_traffic[2]",
+    seen_in="huggingface/accelerate PR#1726 (no no_sync at all)",
+)
+def reduces_what_ddp_has_reduced(reference):
+    """Wraps in DDP, which averages after every microbatch, for an accumulate that sums once more.
+
+    The sum of equal averages is the right gradient; only its traffic is not that of DDP.
+    """
+
+    class Wrapped(DistributedDataParallel):
+        stack = property(lambda self: self.module.stack)
+        lm_head = property(lambda self: self.module.lm_head)
 
     return lambda model, mesh, settings: Wrapped(reference.distribute(model, mesh, settings))
 

@@ -14,13 +14,18 @@ def make_folder(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """Opens a file for writing that must not exist yet; its descriptor."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    """Opens a file for writing and reading that must not exist yet; its descriptor."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write(descriptor: int, data: bytes | memoryview) -> int:
     """Writes the first bytes of `data`; how many."""
     return os.write(descriptor, data)
+
+
+def read_back(descriptor: int, buffer: bytearray, offset: int) -> int:
+    """Reads what was written from byte `offset` on into `buffer`; how many bytes."""
+    return os.preadv(descriptor, [buffer], offset)
 
 
 def fsync(descriptor: int) -> None:

@@ -215,12 +215,6 @@ def require_hash(source: Source, name: str, record: FileRecord) -> None:
         )
 
 
-def require_tensors(source: Source, written: Written) -> None:
-    """Reads again what write_tensors wrote; CheckpointError unless it is that."""
-    for entry in written.values():
-        require_hash(source, entry["file"], FileRecord(entry["bytes"], entry["sha256"]))
-
-
 def require_written(source: Source) -> None:
     """Reads everything again; CheckpointError unless it is a checkpoint that `load` would read."""
     manifest = read_manifest(source)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from reference.window import Microbatch, Window
 
 SETTINGS = UpdateSettings(Schedule(peak=1e-4, total_tokens=10**9))
 NUM_TIMED_UPDATES = 10
+# "background-from-cpu" copies to the CPU at once, "torch-async" is async_save of torch.
+WAYS = ("blocking", "background", "background-from-cpu", "torch-async")
 Begin = Callable[[], Callable[[], bool]]
 
 
@@ -89,6 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--preset", default="qwen2.5-0.5b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=1024, help="of each update")
+    parser.add_argument("--layers", type=int, help="of the model; default: those of the preset")
+    parser.add_argument("--rounds", type=int, default=2, help="of each way; the last one counts")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="the first is 100 %%")
     parser.add_argument("--directory", type=Path, help="where to write; default: temporary")
     chosen = parser.parse_args(arguments)
     from reference import stack
@@ -105,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=chosen.directory) as folder:
-        _compare(Path(folder), training, taken, update, update_seconds)
+        _compare(Path(folder), chosen, training, taken, update, update_seconds)
     dist.destroy_process_group()
     return 0
 
@@ -113,6 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _training(chosen: Any, roles: Any) -> tuple[TrainState, Callable[[], None]]:
     """A run after three updates, and one more update of it, waited for."""
     config = preset(chosen.preset)
+    config = replace(config, num_layers=chosen.layers or config.num_layers)
     model = initial_model(config, roles, seed=0, device=chosen.device)
     training = TrainState(model, roles.param_groups(model, SETTINGS.weight_decay))
     ids = torch.randint(config.vocabulary_size, (1, chosen.tokens))
@@ -136,12 +142,13 @@ def _seconds(update: Callable[[], None]) -> float:
 
 def _compare(
     folder: Path,
+    chosen: Any,
     training: TrainState,
     taken: Callable[..., Snapshot],
     update: Callable[[], None],
     update_seconds: float,
 ) -> None:
-    """Every way twice: what the first one allocates or imports is not a save's cost."""
+    """Each chosen way so many rounds: what the first allocates or imports is not a save's cost."""
     done = threading.Event()
 
     def written(snapshot: Snapshot) -> Path:
@@ -154,19 +161,19 @@ def _compare(
         ways: dict[str, Begin] = {
             "blocking": partial(blocking, taken, folder / "blocking"),
             "background": partial(background, saver, partial(taken, on_device=True), done),
-            "background, copied to the CPU": partial(background, saver, taken, done),
-            "torch async_save": partial(torch_asynchronous, training, folder / "torch"),
+            "background-from-cpu": partial(background, saver, taken, done),
+            "torch-async": partial(torch_asynchronous, training, folder / "torch"),
         }
         whole = 0.0
-        for name, begin in ways.items():
-            for _ in range(2):
+        for name in chosen.ways:
+            for _ in range(chosen.rounds):
                 done.clear()
                 update()  # or the step's name is taken
-                found = stall(begin, update, update_seconds)
+                found = stall(ways[name], update, update_seconds)
             whole = whole or found.stalled_seconds
             print(
                 f"{name:30s} stalls {found.stalled_seconds:7.3f} s "
-                f"({found.stalled_seconds / whole:6.1%} of blocking), written after "
+                f"({found.stalled_seconds / whole:6.1%} of {chosen.ways[0]}), written after "
                 f"{found.written_seconds:.2f} s, {found.num_updates} updates meanwhile"
             )
 

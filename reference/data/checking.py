@@ -23,11 +23,12 @@ from reference.data.manifest import COMPLETE, TOKENIZER, TRAIN, UNFINISHED, VALI
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.shards import open_documents
 from reference.data.shingles import Hashes, shingles
-from reference.data.work import Workers
+from reference.data.work import Workers, write_array
 
 PIECE_TOKENS = 2**21
 NUM_WORST = 10
 RUNS, HIT = "runs.npy", "hit.npy"
+Changed = Counter[tuple[str, int, str]]  # (split, source, slice): documents
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class _Shards:
     eos: int
     id_dtype: str
 
-    def texts(self, piece: _Piece) -> tuple[list[bytes], int]:
-        """The decoded documents, and how many of them are not what was tokenized."""
+    def texts(self, piece: _Piece) -> tuple[list[bytes], Changed]:
+        """The decoded documents, and of which slices some are not what was tokenized."""
         table = open_documents(self.folder, piece.shard).slice(
             piece.first, piece.stop - piece.first
         )
@@ -64,7 +65,12 @@ class _Shards:
             for start, end in zip(starts - starts[0], ends - starts[0], strict=True)
         ]
         stated = table["sha256"].to_pylist()
-        changed = sum(hashlib.sha256(t).digest() != s for t, s in zip(texts, stated, strict=True))
+        slices = table["slice"].to_pylist()
+        changed = Counter(
+            (piece.shard.split, piece.shard.source, name)
+            for text, sha256, name in zip(texts, stated, slices, strict=True)
+            if hashlib.sha256(text).digest() != sha256
+        )
         return texts, changed
 
 
@@ -92,16 +98,15 @@ def check_shards(
     is made again whenever they are written again.
 
     num_shared_documents: of validation, whose decoded bytes are a training document's;
-    num_decoded_differently: documents whose decoded bytes are not those that were tokenized;
+    num_decoded_differently: documents whose decoded bytes are not those that were tokenized, in
+    decoded_differently by split, source and slice;
     num_overlapping_documents: of validation, whose overlap is at least the threshold;
     overlaps: [10] documents whose overlap is in 0 to 0.1, …, 0.9 to 1; worst: the highest overlaps.
     progress(tokens).
     """
     written = _Shards(folder, tokenizer.eos, id_dtype)
     train, validation = (list(_pieces(folder, shards, split)) for split in (TRAIN, VALIDATION))
-    names, runs, num_changed = _read_evaluation(
-        work, written, validation, settings, workers, progress
-    )
+    names, runs, changed = _read_evaluation(work, written, validation, settings, workers, progress)
     hit = np.zeros(len(runs), bool)
     shared: set[bytes] = set()
     job = partial(_search, written, work / RUNS, frozenset(names), settings)
@@ -109,16 +114,20 @@ def check_shards(
         own_names, own_hits, own_changed = found
         shared |= own_names
         hit[own_hits] = True
-        num_changed += own_changed
+        changed += own_changed
         progress(_num_tokens(piece))
-    np.save(work / HIT, hit)
+    write_array(work / HIT, hit)
     return {
         "status": COMPLETE,
         **asdict(settings),
         "num_train_documents": _num_documents(train),
         "num_validation_documents": _num_documents(validation),
         "num_shared_documents": sum(names[name] for name in shared),
-        "num_decoded_differently": num_changed,
+        "num_decoded_differently": changed.total(),
+        "decoded_differently": [
+            {"split": split, "source": source, "slice": name, "num_documents": number}
+            for (split, source, name), number in sorted(changed.items())
+        ],
         "num_ngrams": len(runs),
         "num_shared_ngrams": int(hit.sum()),
         **_overlaps(work, written, validation, settings, workers),
@@ -159,27 +168,27 @@ def _read_evaluation(
     settings: ContaminationSettings,
     workers: Workers,
     progress: Callable[[int], None],
-) -> tuple[Counter[bytes], Hashes, int]:
-    """(SHA-256 of the decoded documents, their distinct runs, how many were decoded differently);
+) -> tuple[Counter[bytes], Hashes, Changed]:
+    """(SHA-256 of the decoded documents, their distinct runs, which were decoded differently);
     the runs are in RUNS too.
     """
     names: Counter[bytes] = Counter()
     parts: list[Hashes] = [np.zeros(0, np.uint64)]
-    num_changed = 0
+    all_changed: Changed = Counter()
     job = partial(_describe, written, settings)
     for piece, (own, runs, changed) in zip(pieces, workers.map(job, pieces), strict=True):
         names.update(own)
         parts.append(runs)
-        num_changed += changed
+        all_changed += changed
         progress(_num_tokens(piece))
     runs = np.unique(np.concatenate(parts))
-    np.save(work / RUNS, runs)
-    return names, runs, num_changed
+    write_array(work / RUNS, runs)
+    return names, runs, all_changed
 
 
 def _describe(
     written: _Shards, settings: ContaminationSettings, piece: _Piece
-) -> tuple[list[bytes], Hashes, int]:
+) -> tuple[list[bytes], Hashes, Changed]:
     texts, changed = written.texts(piece)
     runs = np.unique(shingles(texts, settings.ngram_words)[0])
     return [hashlib.sha256(text).digest() for text in texts], runs, changed
@@ -191,7 +200,7 @@ def _search(
     names: frozenset[bytes],
     settings: ContaminationSettings,
     piece: _Piece,
-) -> tuple[set[bytes], npt.NDArray[np.int64], int]:
+) -> tuple[set[bytes], npt.NDArray[np.int64], Changed]:
     texts, changed = written.texts(piece)
     shared = {hashlib.sha256(text).digest() for text in texts} & names
     hits = _index(runs_file).find(shingles(texts, settings.ngram_words)[0])

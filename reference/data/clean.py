@@ -13,8 +13,8 @@ _MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class CleanSettings:
-    """max_document_bytes: a longer document is dropped; refuse_invalid: UTF-8 that is invalid is an
-    error, and not a reason to drop the document.
+    """max_document_bytes: a longer text file is cut before, any other longer document is dropped;
+    refuse_invalid: UTF-8 that is invalid is an error, and not a reason to drop the document.
     """
 
     max_document_bytes: int = 16 * 2**20

@@ -74,27 +74,16 @@ def assign(
         tasks = ((chunk, _own(read, unique, chunk)) for chunk in range(len(read.sources)))
         for num_documents in workers.map(partial(_sign, read, settings), tasks):
             progress(num_documents)
-        store = _Store(read, len(unique), settings)
-        text_of = read.text_reader()
-        are_similar = Verified(store.estimate, lambda i: text_of(int(unique[i])), settings)
-        near = clusters_of(store.keys(), are_similar, store.has_words())
-        leader = leaders(near, are_similar)
+        near, leader, found = _clustered(read, unique, settings)
         root = np.full(len(stays), -1, np.int64)
         root[unique] = unique[near]
         root[where] = root[first]
-        errors = sampled_errors(leader, store.blocks, lambda i: text_of(int(unique[i])), settings)
         kept = unique
         if settings.keep == "one":
             kept = unique[leader == np.arange(len(leader))]
         arrays = _placed(hashes, stays, unique, kept, root, fraction, seed)
-        found = {
-            "num_documents": len(where),
-            "num_exact_duplicates": len(where) - len(unique),
-            "num_clusters_of_several": int((np.bincount(near) > 1).sum()),
-            "num_near_duplicates": int((leader != np.arange(len(leader))).sum()),
-            **{f"sampled_{name}": value for name, value in asdict(errors).items()},
-        }
-        write_whole(results_file, json.dumps(found).encode())
+        num_exact = {"num_documents": len(where), "num_exact_duplicates": len(where) - len(unique)}
+        write_whole(results_file, json.dumps({**num_exact, **found}).encode())
         write_arrays(file, **arrays)
     with np.load(file) as arrays_there:
         content = {name: arrays_there[name] for name in arrays_there.files}
@@ -106,6 +95,27 @@ def assign(
                 f"another --validation-fraction or --seed"
             )
     return assignment
+
+
+def _clustered(
+    read: Read, unique: Places, settings: DuplicateSettings
+) -> tuple[Places, Places, dict[str, int | float]]:
+    """(`clusters_of`, `leaders`) of the documents that are no exact duplicates, and counts."""
+    store = _Store(read, len(unique), settings)
+    reader = read.text_reader()
+
+    def text_of(number: int) -> bytes:
+        return reader(int(unique[number]))
+
+    are_similar = Verified(store.estimate, text_of, settings)
+    near = clusters_of(store.keys(), are_similar, store.has_words())
+    leader = leaders(near, are_similar)
+    errors = sampled_errors(leader, store.blocks, text_of, settings)
+    return near, leader, {
+        "num_clusters_of_several": int((np.bincount(near) > 1).sum()),
+        "num_near_duplicates": int((leader != np.arange(len(leader))).sum()),
+        **{f"sampled_{name}": value for name, value in asdict(errors).items()},
+    }  # fmt: skip
 
 
 def results_text(assignment: Assignment) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,23 @@ from rich.text import Text
 
 from reference.data.batches import shuffle
 from reference.data.clean import REASONS
-from reference.data.manifest import SPLITS, TOKENIZER, TRAIN, Manifest
+from reference.data.manifest import (
+    SPLITS,
+    TOKENIZER,
+    TRAIN,
+    Manifest,
+    SliceRecord,
+    SourceRecord,
+)
 from reference.data.open_tokenizer import open_tokenizer
 from reference.data.order import Interleaving
+from reference.data.remarks import decoded_differently
 from reference.data.shards import open_documents
 from reference.data.windows import SplitWindows
 
 NUM_PHASES = 20
 SHOWN_CHARACTERS = 600
+WRITTEN = "what is written"
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 
@@ -47,9 +57,11 @@ def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
     matplotlib cannot write.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     lengths, density, dropped, mixing = figure.subplots(2, 2).flat
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1), "fontsize": 7}  # not on the data
     for split in SPLITS:
         own = np.maximum(_num_tokens(manifest, directory, split), 1)
         bins = np.geomspace(1, max(own.max() + 1, 2), 40)
@@ -57,10 +69,12 @@ def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
             own, bins, histtype="step", label=split, weights=np.full(len(own), 1 / len(own))
         )
     lengths.set(xscale="log", xlabel="tokens of a document", title="lengths, share of documents")
-    lengths.legend()
+    lengths.yaxis.set_major_formatter(PercentFormatter(1.0))
+    lengths.legend(**beside)
     slices = manifest.slices
-    labels = [f"{_name(manifest, s.source)} {s.slice} {s.split}" for s in slices]
-    density.barh(labels, [_per_byte(s.num_tokens - s.num_documents, s.num_bytes) for s in slices])
+    values = [_per_byte(s.num_tokens - s.num_documents, s.num_bytes) for s in slices]
+    density.barh(range(len(slices)), values)  # by place: equal labels would be one bar
+    density.set_yticks(range(len(slices)), [_label(manifest, one) for one in slices])
     density.set(title="tokens per byte, without EOS")
     density.tick_params("y", labelsize=7)
     names = [source.name for source in manifest.sources]
@@ -71,15 +85,24 @@ def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
             count.num_bytes / max(source.num_bytes, 1) if count else 0.0
             for count, source in zip(counts, manifest.sources, strict=True)
         ]
-        dropped.barh(names, share, left=left, label=reason)
+        dropped.barh(range(len(names)), share, left=left, label=reason)
         left += share
+    dropped.set_yticks(range(len(names)), names)
+    dropped.xaxis.set_major_formatter(PercentFormatter(1.0))
     dropped.set(title="bytes dropped, share of the source", xlim=(0, max(left.max() * 1.1, 0.01)))
     if left.any():
-        dropped.legend(fontsize=7)
-    phases, sources = _phases(manifest, SplitWindows(directory, manifest, TRAIN))
-    mixing.stackplot(np.arange(len(phases)), phases.T, labels=[names[i] for i in sources])
-    mixing.set(title="supervised tokens by source over an epoch", xlabel="phase", ylim=(0, 1))
-    mixing.legend(fontsize=7)
+        dropped.legend(**beside)
+    mixed = _mixed(manifest, SplitWindows(directory, manifest, TRAIN))
+    part = 100 * np.arange(len(mixed.phases) + 1) / len(mixed.phases)
+    steps = np.vstack([mixed.phases, mixed.phases[-1:]]).T
+    labels = [_weighted(manifest, source) for source in range(len(names))]
+    mixing.stackplot(part, steps, labels=labels, step="post")
+    mixing.set(
+        title="supervised tokens by source", xlabel="part of an epoch, %", ylim=(0, 1),
+        xlim=(0, 100),
+    )  # fmt: skip
+    mixing.yaxis.set_major_formatter(PercentFormatter(1.0))
+    mixing.legend(**beside)
     try:
         figure.savefig(file, dpi=130)
     except ValueError as error:
@@ -87,13 +110,14 @@ def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
 
 
 def _sources(manifest: Manifest) -> Table:
-    table = Table("source", "kind", "licence", "weight", "documents", "bytes", title="sources")
+    heads = ("source", "kind", "licence", "weight", "documents", "bytes")
+    table = _table(*heads, title="sources")
     reasons = _reasons(manifest)
     for reason in reasons:
-        table.add_column(reason, justify="right")
+        table.add_column(reason, justify="right", overflow="fold")
     for source in manifest.sources:
         counts = [source.dropped.get(reason) for reason in reasons]
-        weight = "its size" if source.weight is None else f"{source.weight:g}"
+        weight = _weight(source)
         table.add_row(
             source.name, source.kind, source.licence or "not stated", weight,
             f"{source.num_documents:,}", f"{source.num_bytes:,}",
@@ -103,19 +127,21 @@ def _sources(manifest: Manifest) -> Table:
 
 
 def _slices(manifest: Manifest) -> Table:
-    heads = ("split", "source", "slice", "documents", "tokens", "bytes", "tokens per byte")
-    table = Table(*heads, title="what is written")
+    heads = ["split", "source", "slice", "documents", "tokens", "bytes", "tokens per byte"]
+    changed = decoded_differently(manifest)
+    table = _table(*heads, *(["changed by the tokenizer"] if changed else []), title=WRITTEN)
     for one in manifest.slices:
         density = _per_byte(one.num_tokens - one.num_documents, one.num_bytes)
         table.add_row(
             one.split, _name(manifest, one.source), one.slice, f"{one.num_documents:,}",
             f"{one.num_tokens:,}", f"{one.num_bytes:,}", f"{density:.4f}",
+            *([f"{changed.get((one.split, one.source, one.slice), 0):,}"] if changed else []),
         )  # fmt: skip
     return table
 
 
 def _steps(manifest: Manifest) -> Table:
-    table = Table("step", "with", "found", title="steps, and the check")
+    table = _table("step", "with", "found", title="steps, and the check")
     for step in manifest.steps:
         results = manifest.contamination if step.name == "contamination" else step.results
         table.add_row(step.name, _words(step.parameters), _words(results))
@@ -127,7 +153,7 @@ def _steps(manifest: Manifest) -> Table:
 
 def _lengths(manifest: Manifest, directory: Path | str) -> Table:
     heads = [f"{share:.0%}" for share in SHARES]
-    table = Table("split", *heads, title="tokens of a document, at these shares of documents")
+    table = _table("split", *heads, title="tokens of a document, at these shares of documents")
     for split in SPLITS:
         values = np.quantile(_num_tokens(manifest, directory, split), SHARES)
         table.add_row(split, *(f"{value:,.0f}" for value in values))
@@ -135,14 +161,17 @@ def _lengths(manifest: Manifest, directory: Path | str) -> Table:
 
 
 def _mixing(manifest: Manifest, windows: SplitWindows) -> Table:
-    phases, sources = _phases(manifest, windows)
-    names = [_name(manifest, source) for source in sources]
-    table = Table("part of an epoch", *names, title="share of the supervised tokens")
-    for number, row in enumerate(phases):
+    mixed = _mixed(manifest, windows)
+    names = [source.name for source in manifest.sources]
+    table = _table("part of an epoch", *names, title="share of the supervised tokens")
+    num_phases = len(mixed.phases)
+    for number, row in enumerate(mixed.phases):
         table.add_row(
-            f"{number / len(phases):.0%} to {(number + 1) / len(phases):.0%}",
+            f"{number / num_phases:.0%} to {(number + 1) / num_phases:.0%}",
             *(f"{share:.2%}" for share in row),
         )
+    table.add_section()
+    table.add_row("times each is gone through", *(f"{times:.2f}" for times in mixed.times))
     return table
 
 
@@ -150,7 +179,8 @@ def _decoded(
     manifest: Manifest, directory: Path | str, windows: SplitWindows, num_windows: int
 ) -> Table:
     tokenizer = open_tokenizer(Path(directory) / TOKENIZER, manifest.tokenizer.eos)
-    table = Table("window", "tokens", "document", "text", title="windows", show_lines=True)
+    table = _table("window", "tokens", "document", "text", title="windows")
+    table.show_lines = True
     step = max(windows.num_windows // num_windows, 1)
     for number in range(0, windows.num_windows, step)[:num_windows]:
         tokens = windows.read(torch.tensor([number])).tokens[0]
@@ -170,20 +200,39 @@ def _decoded(
     return table
 
 
-def _phases(manifest: Manifest, windows: SplitWindows) -> tuple[npt.NDArray[np.float64], list[int]]:
-    """([phases, sources] shares of the supervised tokens over one epoch, the sources)."""
+@dataclass(frozen=True)
+class _Mixed:
+    """One epoch, which has as many rows as there are. phases: [phases, sources] shares of the
+    supervised tokens; times: [sources] how often each source's own are trained on. A source without
+    windows has 0.
+    """
+
+    phases: npt.NDArray[np.float64]
+    times: npt.NDArray[np.float64]
+
+
+def _mixed(manifest: Manifest, windows: SplitWindows) -> _Mixed:
     chosen = [manifest.sources[source].weight for source in windows.sources]
     weights = [weight for weight in chosen if weight is not None]
     order = Interleaving(windows.targets, weights or None, manifest.seed, shuffle)
     rows = order.rows(0, order.rows_per_epoch).numpy()
-    phases = []
-    for part in np.array_split(rows, min(NUM_PHASES, len(rows))):
-        sums = [
-            int(targets.numpy()[part[part[:, 0] == source, 2]].sum())
-            for source, targets in enumerate(windows.targets)
-        ]
-        phases.append(np.array(sums) / max(sum(sums), 1))
-    return np.array(phases), windows.sources
+    parts = np.array_split(rows, min(NUM_PHASES, len(rows)))
+    consumed = np.zeros((len(parts), len(manifest.sources)))
+    totals = np.ones(len(manifest.sources))
+    for place, (source, targets) in enumerate(zip(windows.sources, windows.targets, strict=True)):
+        totals[source] = int(targets.sum())
+        for number, part in enumerate(parts):
+            consumed[number, source] = targets.numpy()[part[part[:, 0] == place, 2]].sum()
+    shares = consumed / np.maximum(consumed.sum(1, keepdims=True), 1)
+    return _Mixed(shares, consumed.sum(0) / totals)
+
+
+def _table(*heads: str, title: str) -> Table:
+    """Text that is too wide goes on in the next line: numbers are never cut."""
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table
 
 
 def _num_tokens(manifest: Manifest, directory: Path | str, split: str) -> npt.NDArray[Any]:
@@ -192,6 +241,21 @@ def _num_tokens(manifest: Manifest, directory: Path | str, split: str) -> npt.ND
         for shard in manifest.shards_of(split)
     ]
     return np.concatenate(parts)
+
+
+def _weight(source: SourceRecord) -> str:
+    return "its size" if source.weight is None else f"{source.weight:g}"
+
+
+def _weighted(manifest: Manifest, source: int) -> str:
+    record = manifest.sources[source]
+    return f"{record.name}, weight {_weight(record)}"
+
+
+def _label(manifest: Manifest, one: SliceRecord) -> str:
+    """Source, slice and split; a slice that is called as its source once."""
+    name = _name(manifest, one.source)
+    return f"{name} {one.split}" if one.slice == name else f"{name} {one.slice} {one.split}"
 
 
 def _name(manifest: Manifest, source: int) -> str:

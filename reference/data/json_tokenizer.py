@@ -188,7 +188,8 @@ def _eos_named_beside(file: Path, tokenizer: Any) -> int:
     if len(named) != 1:
         raise ValueError(
             f"the files beside {file} do not name one end of a document (eos_token in "
-            f"tokenizer_config.json, eos_token_id in config.json: {named}); give eos"
+            f"tokenizer_config.json, eos_token_id in config.json: {named}); give its "
+            f"id, on the command line as {file}?eos=ID"
         )
     return named[0]
 

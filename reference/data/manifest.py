@@ -51,8 +51,8 @@ class SourceRecord:
     name: unique here; kind: "files", "datasets" or "corpus"; origin: the SOURCE as it was given;
     snapshot: SHA-256 over the SHA-256 of every raw document in reading order; licence: as stated by
     who prepared, None if nobody did; weight: declared share when sources are mixed, None if the
-    share is what the source has of all tokens; num_documents, num_bytes: read, as raw text, of a
-    text file that is too long max_bytes + 1; dropped: {reason: Count}, of raw text.
+    share is what the source has of all tokens; num_documents, num_bytes: read, as raw text, the
+    parts of a text file that was cut each for itself; dropped: {reason: Count}, of raw text.
     """
 
     name: str

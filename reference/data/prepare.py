@@ -43,20 +43,30 @@ from reference.data.manifest import (
 )
 from reference.data.near_duplicates import MARGIN, DuplicateSettings
 from reference.data.policy import PackingPolicy
-from reference.data.reading import Read, read_sources
+from reference.data.reading import Read, read_sources, reading_results
 from reference.data.shards import open_documents
 from reference.data.sources import Source, fingerprint
 from reference.data.split import require_fraction
+from reference.data.text_files import PART_BYTES
 from reference.data.tokenizing import make_tokenizer, parse_tokenizer, tokenize
 from reference.data.work import Workers, publish, working_folder
-from reference.data.writing import SHARD_TOKENS, write_file, write_shards
+from reference.data.writing import SHARD_TOKENS, training_windows, write_file, write_shards
 from reference.hf.folder import refuse_content, refuse_place
 
 Progress = Callable[[str, int], None]
 # Which files of this room, and which libraries, a step's result depends on.
 STEPS = {
     "read": (
-        ("sources", "text_files", "clean", "corpus", "language", "grammar", "reading"),
+        (
+            "sources",
+            "source_folders",
+            "text_files",
+            "clean",
+            "corpus",
+            "language",
+            "grammar",
+            "reading",
+        ),
         ("datasets", "pyarrow", "zstandard"),
     ),
     "duplicates": (
@@ -67,7 +77,7 @@ STEPS = {
         ("tokenizing", "bpe", "tokenizer", "json_tokenizer", "open_tokenizer", "ids", "acceptance"),
         ("tokenizers",),
     ),
-    "shards": (("writing", "shards", "manifest"), ("pyarrow",)),
+    "shards": (("writing", "shards", "manifest", "account"), ("pyarrow",)),
     "contamination": (("checking", "contamination", "shingles"), ("numpy",)),
 }
 
@@ -119,8 +129,6 @@ def prepare(
     ):
         stages = _Stages(work, sources, settings, workers, progress)
         folder = work / "folder"
-        remove(folder)
-        disk.make_folder(folder)
         manifest = stages.run(folder)
         write_file(folder / MANIFEST, manifest_bytes(manifest))
         read_back = read_manifest(folder)
@@ -171,7 +179,10 @@ class _Stages:
         self.progress("tokenize", 0)
         tokenize(read, assignment, tokenizer, self.workers, self._says("tokenize"))
         self.progress("shards", 0)
+        remove(folder)
+        disk.make_folder(folder)
         shards, files = write_shards(folder, read, assignment, settings.shard_tokens)
+        windows = training_windows(folder, shards, self.sources, settings.policy)
         files[TOKENIZER] = write_file(folder / TOKENIZER, tokenizer.file_bytes)
         dtype = id_dtype_name(tokenizer.vocabulary_size)
         found = unchecked()
@@ -184,7 +195,13 @@ class _Stages:
         record = TokenizerRecord(
             made.pop("kind"), tokenizer.sha256, tokenizer.vocabulary_size, tokenizer.eos, dtype
         )
-        return self._manifest(folder, read, assignment, record, made, shards, files, found)
+        results = {
+            "read": reading_results(read, self.sources),
+            "duplicates": assignment.results,
+            "tokenizer": made,
+            "shards": {"training_windows": windows},
+        }
+        return self._manifest(folder, read, assignment, record, results, shards, files, found)
 
     def _says(self, stage: str) -> Callable[[int], None]:
         return lambda num_done: self.progress(stage, num_done)
@@ -195,7 +212,7 @@ class _Stages:
         read: Read,
         assignment: Assignment,
         tokenizer: TokenizerRecord,
-        made: dict[str, Any],
+        results: dict[str, dict[str, Any]],
         shards: list[ShardRecord],
         files: dict[str, FileRecord],
         found: dict[str, Any],
@@ -208,13 +225,12 @@ class _Stages:
         }
         fraction = {"validation_fraction": settings.validation_fraction}
         parameters: dict[str, dict[str, Any]] = {
-            "read": asdict(settings.clean),
+            "read": {**asdict(settings.clean), "part_bytes": PART_BYTES},
             "duplicates": {**duplicates, **fraction},
             "tokenizer": {"tokenizer": tokenizer.kind, "size": tokenizer.vocabulary_size},
             "shards": {"shard_tokens": settings.shard_tokens},
             "contamination": asdict(settings.contamination),
         }
-        results = {"duplicates": assignment.results, "tokenizer": made}
         return Manifest(
             sources=_source_records(self.sources, read, assignment),
             tokenizer=tokenizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,18 +15,21 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from reference.data.acceptance import CHANGED
 from reference.data.clean import CleanSettings
 from reference.data.inspection import draw, tables
 from reference.data.manifest import Manifest, read_manifest
 from reference.data.near_duplicates import KEEP, DuplicateSettings
 from reference.data.policy import CHOICES, PackingPolicy
 from reference.data.prepare import PrepareSettings, preparation_key, prepare
+from reference.data.remarks import changed_probes, remarks, warnings
 from reference.data.sources import parse_sources
-from reference.data.work import leftovers
+from reference.data.text_files import PART_BYTES
+from reference.data.tokenizing import parse_tokenizer
+from reference.data.work import leftovers, work_folder
 from reference.options import whole_number
 
 DEFAULT_WINDOW_TOKENS = 1024
+WIDTH_WITHOUT_TERMINAL = 160
 UNITS = {
     "read": "bytes",
     "duplicates": "documents",
@@ -49,14 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _prepare(options)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(_said(str(error), error))
     except (OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_said(str(error), error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
+        print(_said("stopped", error), file=sys.stderr)
         return 143 if error.args else 130
     return 0
+
+
+def _said(text: str, error: BaseException) -> str:
+    """The text with the notes of the error."""
+    return "; ".join([text, *getattr(error, "__notes__", [])])
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -81,38 +90,57 @@ def _prepare(options: argparse.Namespace) -> None:
     sources = parse_sources(options.sources)
     key = preparation_key(sources, settings)
     for folder in leftovers(options.out.absolute(), key):
-        print(f"note: {folder} is left of an unfinished preparation with other settings, sources "
-              f"or code; remove it if nobody needs it", file=sys.stderr)  # fmt: skip
-    with _shown() as progress:
-        manifest = prepare(sources, options.out, settings, options.workers, progress)
-    Console(markup=False).print(tables(manifest)[0])  # names may hold brackets
-    print(_summary(manifest, options.out))
+        print(f"note: {folder} is left of an unfinished preparation that this one does not go on "
+              "with; remove it if nobody needs it", file=sys.stderr)  # fmt: skip
+    try:
+        with _shown() as progress:
+            manifest = prepare(sources, options.out, settings, options.workers, progress)
+    except BaseException as error:
+        work = work_folder(options.out.absolute(), key)
+        if work.exists() and not options.out.exists():
+            error.add_note(f"what was done is kept in {work}: the same command goes on there")
+        raise
+    _console().print(tables(manifest)[0])
+    print(_summary(manifest, options.out, options.tokenizer))
+    for warning in warnings(manifest):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
-def _summary(manifest: Manifest, directory: Path) -> str:
+def _console() -> Console:
+    """Wide where nobody has said how wide; names may hold brackets."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
+    return Console(width=width, markup=False)
+
+
+def _summary(manifest: Manifest, directory: Path, tokenizer: str) -> str:
     found = manifest.contamination
     lines = [f"{directory}: {sum(s.num_tokens for s in manifest.shards):,} tokens"]
+    lines += remarks(manifest)
+    size, asked = manifest.tokenizer.vocabulary_size, parse_tokenizer(tokenizer).size
+    if size < asked:
+        lines.append(f"the BPE has {size:,} tokens, not {asked:,}: the text has no more pairs")
     if found["status"] == "complete":
         lines.append(
             f"validation against training: {found['num_shared_documents']} documents shared, "
             f"{found['num_overlapping_documents']} of {found['num_validation_documents']} with "
             f"{found['threshold']:.0%} or more of their {found['ngram_words']}-grams"
         )
-        if num := found["num_decoded_differently"]:
-            lines.append(f"the tokenizer does not give back {num} documents as they were")
     else:
         lines.append("contamination not checked: nothing can be trained on this folder")
-    (step,) = [step for step in manifest.steps if step.name == "tokenizer"]
-    if changed := [name for name, how in step.results["probes"].items() if how == CHANGED]:
+    if changed := changed_probes(manifest):
         lines.append(f"the tokenizer changes text on trial: {', '.join(changed)}")
     return "\n".join(lines)
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    if options.drawing and not options.drawing.absolute().parent.is_dir():
+        raise ValueError(f"no folder {options.drawing.absolute().parent} to draw into")
     manifest = read_manifest(options.directory)
-    console = Console(markup=False)
+    console = _console()
     for table in tables(manifest, options.directory, options.windows):
         console.print(table)
+    for text in (*remarks(manifest), *(f"warning: {one}" for one in warnings(manifest))):
+        print(text)
     if options.drawing:
         draw(manifest, options.directory, options.drawing)
         print(f"drawn: {options.drawing}")
@@ -143,6 +171,12 @@ def _shown() -> Iterator[_Shown]:
         yield _Shown(bars)
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m reference.data", description=main.__doc__)
     parser.description = "Documents to shards with a manifest, and a look into them."
@@ -151,7 +185,10 @@ def _parser() -> argparse.ArgumentParser:
     defaults = PrepareSettings(PackingPolicy(DEFAULT_WINDOW_TOKENS))
     add = make.add_argument
     add("sources", nargs="+", metavar="SOURCE",
-        help="a file or folder (text, .jsonl, .parquet, .arrow; .gz and .zst of them), "
+        help="a file or folder (text, .jsonl, .parquet, .arrow; .gz and .zst of them; of a folder "
+        "no hidden files), a text file being one document, or if it has more than "
+        f"{defaults.clean.max_document_bytes // 2**20} MiB several of at most "
+        f"{PART_BYTES // 2**10} KiB, cut at line ends; "
         "datasets:NAME_OR_PATH, language, python-docs or python-library; options follow a question "
         "mark, joined by &: name, weight, licence, field, slice, only (endings of files), and for "
         "datasets: config, split, revision, data_files")  # fmt: skip
@@ -177,6 +214,6 @@ def _parser() -> argparse.ArgumentParser:
                 help="packing policy (%(default)s)")  # fmt: skip
     look = commands.add_parser("inspect", help="print and draw what is in DIR")
     look.add_argument("directory", type=Path, metavar="DIR")
-    look.add_argument("--windows", type=int, default=3, metavar="N", help="windows shown")
+    look.add_argument("--windows", type=_number, default=3, metavar="N", help="windows shown")
     look.add_argument("--drawing", type=Path, metavar="FILE.png", help="draw it, too")
     return parser

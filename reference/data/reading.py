@@ -2,13 +2,14 @@
 
 chunk-00000.text       the documents that stay, end to end
 chunk-00000.parquet    a row a document that was read (`READ`), the dropped ones too
-read.json              written last: how many chunks, of which sources
+read.json              written last: how many chunks, of which sources, how much was left out
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from reference.data.clean import CleanSettings, clean
+from reference.data.source_folders import counts_text
 from reference.data.sources import Chunk, Source, chunks, read_chunk
-from reference.data.text_files import RawDocument
+from reference.data.text_files import RawDocument, kind_of
 from reference.data.work import Workers, write_table, write_whole
 
 # num_bytes, sha256: of the cleaned text, 0 and null of a dropped document; dropped: the reason.
@@ -44,12 +47,13 @@ READ = pa.schema(
 @dataclass(frozen=True)
 class Read:
     """What was read: chunk i is of source sources[i] and has num_documents[i], the dropped ones
-    too. A document's number counts through all chunks.
+    too. A document's number counts through all chunks. left_out: of each source, as in `Below`.
     """
 
     folder: Path
     sources: list[int]
     num_documents: list[int]
+    left_out: list[dict[str, int]]
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -117,20 +121,56 @@ def read_sources(
         for count, num_bytes in workers.map(job, noted()):
             counts.append(count)
             progress(num_bytes)
-        write_whole(done, json.dumps({"sources": of_chunk, "num_documents": counts}).encode())
-    content: dict[str, Any] = json.loads(done.read_bytes())
-    read = Read(folder, content["sources"], content["num_documents"])
+        content = {
+            "sources": of_chunk,
+            "num_documents": counts,
+            "left_out": [source.below().left_out for source in sources],
+        }
+        write_whole(done, json.dumps(content).encode())
+    read = Read(folder, **json.loads(done.read_bytes()))
     _refuse_empty(read, sources)
     return read
 
 
+def reading_results(read: Read, sources: list[Source]) -> dict[str, Any]:
+    """What the manifest says of the reading, by the sources' names where there is something.
+
+    left_out: {reason: files and folders}; cut_files: num_files that were too long to be one
+    document, num_documents that they were cut into.
+    """
+    files: list[set[str]] = [set() for _ in sources]
+    num_parts = [0] * len(sources)
+    for chunk, owner in enumerate(read.sources):
+        if sources[owner].kind != "files":
+            continue
+        table = read.documents(chunk, ["file", "row"])
+        for name in table.filter(pc.greater_equal(table["row"], 0))["file"].to_pylist():
+            if kind_of(Path(name)) == "text":
+                files[owner].add(name)
+                num_parts[owner] += 1
+    return {
+        "left_out": {s.name: own for s, own in zip(sources, read.left_out, strict=True) if own},
+        "cut_files": {
+            source.name: {"num_files": len(own), "num_documents": num}
+            for source, own, num in zip(sources, files, num_parts, strict=True)
+            if num
+        },
+    }
+
+
 def _refuse_empty(read: Read, sources: list[Source]) -> None:
     num_kept = [0] * len(sources)
+    dropped: list[Counter[str]] = [Counter() for _ in sources]
     for chunk, owner in enumerate(read.sources):
-        num_kept[owner] += int(read.documents(chunk, ["num_bytes"])["num_bytes"].to_numpy().sum())
-    for source, num_bytes in zip(sources, num_kept, strict=True):
-        if not num_bytes:
-            raise ValueError(f"source {source.name} is empty: no document of {source.origin} stays")
+        reasons = read.documents(chunk, ["dropped"])["dropped"].to_pylist()
+        dropped[owner].update(reason for reason in reasons if reason is not None)
+        num_kept[owner] += reasons.count(None)
+    for source, number, why in zip(sources, num_kept, dropped, strict=True):
+        if not number:
+            said = f"dropped: {counts_text(why)}" if why else "it has none"
+            raise ValueError(
+                f"source {source.name} is empty: no document of {source.origin} stays; {said}"
+            )
 
 
 def _read_chunk(

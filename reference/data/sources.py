@@ -24,12 +24,13 @@ from reference.data.corpus import (
     library_sources,
     python_topics,
 )
+from reference.data.source_folders import Below, files_below
 from reference.data.text_files import (
     WHOLE_FILE,
     Fields,
     RawDocument,
     documents_in,
-    files_below,
+    is_long,
     kind_of,
     row_document,
 )
@@ -58,9 +59,9 @@ class Source:
     options: dict[str, str]
     only: tuple[str, ...] = ()
 
-    def files(self) -> list[Path]:
-        """Those of a local source; none of others."""
-        return files_below(Path(self.place), self.only) if self.kind == "files" else []
+    def below(self) -> Below:
+        """The files of a local source, and what is left out; none of others."""
+        return files_below(Path(self.place), self.only) if self.kind == "files" else Below([])
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ def parse_sources(texts: list[str]) -> list[Source]:
 
 def _parsed(text: str) -> Source:
     place, _, query = text.partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ValueError(f"{text}: give every option once")
     is_dataset = place.startswith("datasets:")
     kind = "datasets" if is_dataset else "corpus" if place in CORPORA else "files"
     known = _OPTIONS if is_dataset else _OPTIONS[: -len(_OF_DATASETS)]
@@ -131,8 +135,8 @@ def _weight(text: str | None, origin: str) -> float | None:
 def chunks(sources: list[Source], max_document_bytes: int, seed: int) -> Iterator[Chunk]:
     """Every document once, in a fixed order: source by source, file by file, row by row.
 
-    A chunk has CHUNK_BYTES or little more of one source. Files of text are left to whoever gets the
-    chunk; everything else is read here. Raises ValueError as the readers do.
+    A chunk has CHUNK_BYTES or little more of one source. Files of text, but long ones, are left to
+    whoever gets the chunk; everything else is read here. Raises ValueError as the readers do.
     """
     number = 0
     for index, source in enumerate(sources):
@@ -159,9 +163,9 @@ def _chunks_of(source: Source, max_document_bytes: int, seed: int) -> Iterator[_
     root = Path(source.place)
     waiting: list[tuple[str, str]] = []
     size = 0
-    for path in source.files():
+    for path in source.below().files:
         name = path.name if path == root else path.relative_to(root).as_posix()
-        if kind_of(path) != "text":
+        if kind_of(path) != "text" or is_long(path, max_document_bytes):
             if waiting:
                 yield tuple(waiting), ()
                 waiting, size = [], 0
@@ -242,7 +246,7 @@ def fingerprint(source: Source) -> str:
     Raises ValueError for files, or a data set, that are not there.
     """
     hashed = hashlib.sha256(repr(source).encode())
-    for path in source.files():
+    for path in source.below().files:
         found = path.stat()
         hashed.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
     if source.kind == "corpus":

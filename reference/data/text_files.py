@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, cast
 
 _NAMES = (
     "txt text md rst tex html htm xml csv py pyi c h cc cpp hpp cu js ts java go rs sh pl rb lua r "
@@ -21,15 +20,18 @@ LINE_SUFFIXES = frozenset([".jsonl", ".ndjson", ".json"])
 TABLE_SUFFIXES = frozenset([".parquet", ".arrow"])
 PACKED_SUFFIXES = frozenset([".gz", ".zst"])
 ROWS_AT_ONCE = 256
+PACKED_RATIO = 64  # text is hardly packed better
 FRAME_PIECE_BYTES = 2**10  # of packed bytes taken together: they may stand for 32 MiB of one letter
 BUFFER_BYTES = 2**17
 WHOLE_FILE = -1
+PART_BYTES = 2**18  # of a text file that is too long to be one document
 
 
 @dataclass(frozen=True)
 class RawDocument:
-    """data: as it stands in the source; file: its path below the source; row: in the file, or
-    `WHOLE_FILE`; slice: under which counts are kept.
+    """data: as it stands in the source; file: its path below the source; row: in the file, from 0
+    on, of a text file that was cut the number of the part, or `WHOLE_FILE`; slice: under which
+    counts are kept.
     """
 
     file: str
@@ -63,37 +65,10 @@ def kind_of(path: Path) -> str | None:
     return None
 
 
-def files_below(root: Path, only: tuple[str, ...] = ()) -> list[Path]:
-    """Every file that is read, sorted; symbolic links are not followed. A file itself is its list.
-
-    only: endings of names, without the dot in front ("py", "txt.gz"); none: every known kind.
-    Raises ValueError for a path that is not there, a file of an unknown kind, a folder that cannot
-    be read and one without such a file.
-    """
-    if root.is_file():
-        if kind_of(root) is None:
-            known = sorted(TEXT_SUFFIXES | LINE_SUFFIXES | TABLE_SUFFIXES)
-            raise ValueError(
-                f"{root}: no known kind of file; read are {' '.join(known)}, also with .gz or .zst"
-            )
-        return [root]
-    if not root.is_dir():
-        raise ValueError(f"no file or folder {root}")
-    found = []
-    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
-        folders.sort()
-        chosen = [n for n in names if not only or n.endswith(tuple(f".{end}" for end in only))]
-        found += [path for name in chosen if not (path := Path(folder, name)).is_symlink()]
-    kept = sorted(path for path in found if kind_of(path) is not None and path.is_file())
-    if not kept:
-        which = f"that ends with {' or '.join(only)}" if only else "of a known kind"
-        raise ValueError(f"{root} holds no file {which}: the source is empty")
-    return kept
-
-
 def documents_in(path: Path, name: str, fields: Fields, max_bytes: int) -> Iterator[RawDocument]:
-    """The documents of one file. name: what they are said to come from; max_bytes: of a text file
-    max_bytes + 1 are read at most, which cleaning drops; of a line, with what JSON adds to them.
+    """The documents of one file. name: what they are said to come from; max_bytes: of a document,
+    in a line without what JSON adds. A text file that has more is cut into parts of `PART_BYTES` or
+    less, at ends of lines where there are any, else between two characters.
 
     Raises ValueError naming the file, and the line where there is one, for what cannot be read: a
     truncated file, a line that is no JSON object, a missing field.
@@ -103,8 +78,7 @@ def documents_in(path: Path, name: str, fields: Fields, max_bytes: int) -> Itera
         if kind == "text":
             suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix
             with _opened(path) as file:
-                data = file.read(max_bytes + 1)
-            yield RawDocument(name, WHOLE_FILE, suffix.lstrip(".").lower() or "text", data)
+                yield from _text(file, name, suffix.lstrip(".").lower() or "text", max_bytes)
         elif kind == "lines":
             yield from _lines(path, name, fields, max_bytes)
         else:
@@ -131,6 +105,44 @@ def row_document(
         raise ValueError(f"{where}: {fields.text!r} holds no text but {type(text).__name__}")
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return RawDocument(file, number, str(row[fields.slice]) if fields.slice else "text", data)
+
+
+def is_long(path: Path, max_bytes: int) -> bool:
+    """Whether a text file may have more than max_bytes, as far as its size on disk says."""
+    is_packed = path.suffix.lower() in PACKED_SUFFIXES
+    return path.stat().st_size > (max_bytes // PACKED_RATIO if is_packed else max_bytes)
+
+
+def _text(file: BinaryIO, name: str, slice_name: str, max_bytes: int) -> Iterator[RawDocument]:
+    content = file.read(max_bytes + 1)
+    if len(content) <= max_bytes:
+        yield RawDocument(name, WHOLE_FILE, slice_name, content)
+        return
+    size = min(max_bytes, PART_BYTES)
+    number = start = 0
+    while True:
+        if len(content) - start <= size:
+            content, start = content[start:] + file.read(max_bytes), 0
+        if not content:
+            return
+        end = _end_of_part(content, start, size)
+        yield RawDocument(name, number, slice_name, content[start:end])
+        number, start = number + 1, end
+
+
+def _end_of_part(content: bytes, start: int, size: int) -> int:
+    """Behind the last end of a line in content[start : start + size]; without one before the last
+    character (of UTF-8) that does not fit.
+    """
+    end = start + size
+    if end >= len(content):
+        return len(content)
+    line_end = content.rfind(b"\n", start, end) + 1
+    if line_end:
+        return line_end
+    while end > start + max(size - 3, 1) and content[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
 
 
 def _lines(path: Path, name: str, fields: Fields, max_bytes: int) -> Iterator[RawDocument]:
@@ -250,7 +262,3 @@ class _Frames(io.RawIOBase):
         if self._frame.eof:
             self._packed, self._frame = self._frame.unused_data, None
         return True
-
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    raise ValueError(f"cannot read the folder {error.filename}: {error.strerror}") from error

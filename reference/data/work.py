@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from glob import escape
-from multiprocessing import get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,29 +38,41 @@ _THREADS = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @contextmanager
 def working_folder(target: Path, key: str) -> Iterator[Path]:
-    """The folder for the preparation `key` of `target`, locked; it stays when the block ends.
+    """The folder for the preparation `key` of `target`, locked; it stays when the block ends, if
+    there is something in it.
 
     Raises ValueError if another process works in it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f".{target.name}.prepare-{key[:12]}")
+    folder = work_folder(target, key)
     with suppress(FileExistsError):
         disk.make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not lock(descriptor):
             raise ValueError(f"another process prepares {target}; it works in {folder}")
-        yield folder
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):  # it has content, or it is not there any more
+                disk.remove_folder(folder)
     finally:
         os.close(descriptor)
 
 
+def work_folder(target: Path, key: str) -> Path:
+    """Where the preparation `key` of `target` works."""
+    return target.with_name(f".{target.name}.prepare-{key[:12]}")
+
+
 def leftovers(target: Path, key: str) -> list[Path]:
-    """Folders of other preparations of `target`, which were not finished."""
+    """Folders of preparations of `target` that the one of this key does not go on with: others, or
+    its own if `target` is there, which was killed when it had published it.
+    """
     return [
         folder
         for folder in sorted(target.parent.glob(f".{escape(target.name)}.prepare-*"))
-        if folder.name != f".{target.name}.prepare-{key[:12]}"
+        if folder.name != work_folder(target, key).name or target.exists()
     ]
 
 
@@ -116,6 +129,7 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    _start_deaf_to_interrupts()
     try:
         pool = ProcessPoolExecutor(num_workers, context, _end_with_parent)
         for future in [pool.submit(os.getpid) for _ in range(num_workers)]:
@@ -127,6 +141,19 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _start_deaf_to_interrupts() -> None:
+    """Starts the process that forks the workers: they inherit that they ignore Ctrl-C, which only
+    this process answers.
+    """
+    if current_thread() is not main_thread():
+        return  # where no signal can be ignored, nobody waits for Ctrl-C either
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_with_parent() -> None:
@@ -141,20 +168,33 @@ def _end_with_parent() -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The file appears with all of its content, or not at all."""
+def write_whole(path: Path, *pieces: bytes | memoryview) -> None:
+    """The file appears with all of its content, end to end, or not at all."""
     half = path.with_name(f"{path.name}.half")
     with suppress(FileNotFoundError):
         disk.unlink(half)
     descriptor = disk.create(half)
     try:
-        rest = memoryview(content)
-        while len(rest):
-            rest = rest[disk.write(descriptor, rest) :]
-        disk.fsync(descriptor)
+        with disk_errors_name(path):
+            for piece in pieces:
+                rest = memoryview(piece)
+                while len(rest):
+                    rest = rest[disk.write(descriptor, rest) :]
+            disk.fsync(descriptor)
     finally:
         os.close(descriptor)
     disk.rename(half, path)
+
+
+@contextmanager
+def disk_errors_name(path: Path) -> Iterator[None]:
+    """An OSError that names no file gets this one: a write to a descriptor does not know it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -162,6 +202,14 @@ def write_table(path: Path, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_whole(path, memoryview(sink.getvalue()))
+
+
+def write_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """One row of numbers as .npy, whole or not at all, without a copy of it in memory."""
+    header = io.BytesIO()
+    npy = np.lib.format
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
+    write_whole(path, header.getbuffer(), array.view(np.uint8).data)
 
 
 def write_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:

@@ -15,10 +15,14 @@ import pyarrow.parquet as pq
 
 from reference.checkpoint import disk
 from reference.checkpoint.files import FileRecord
+from reference.data.account import row_targets
 from reference.data.clustering import Assignment
-from reference.data.manifest import SPLITS, ShardRecord
+from reference.data.manifest import SPLITS, TRAIN, VALIDATION, ShardRecord
+from reference.data.policy import PackingPolicy
 from reference.data.reading import Read, chunk_file
-from reference.data.shards import DOCUMENTS
+from reference.data.shards import DOCUMENTS, open_documents
+from reference.data.sources import Source
+from reference.data.work import disk_errors_name
 
 SHARD_TOKENS = 2**24
 
@@ -27,7 +31,7 @@ class HashedFile:
     """A new file that is written piece by piece, hashed, and on the device when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = disk.create(path)
+        self._path, self._descriptor = path, disk.create(path)
         self._digest, self._num_bytes = hashlib.sha256(), 0
 
     def write(self, piece: bytes | memoryview) -> None:
@@ -35,12 +39,14 @@ class HashedFile:
         self._digest.update(piece)
         rest = memoryview(piece).cast("B")
         self._num_bytes += len(rest)
-        while len(rest):
-            rest = rest[disk.write(self._descriptor, rest) :]
+        with disk_errors_name(self._path):
+            while len(rest):
+                rest = rest[disk.write(self._descriptor, rest) :]
 
     def close(self) -> FileRecord:
         """Size and SHA-256 of what was written."""
-        disk.fsync(self._descriptor)
+        with disk_errors_name(self._path):
+            disk.fsync(self._descriptor)
         self.abandon()
         return FileRecord(self._num_bytes, self._digest.hexdigest())
 
@@ -91,6 +97,51 @@ def write_shards(
         if waiting.num_tokens:
             shards.append(_written(folder, split, number, waiting, files))
     return shards, files
+
+
+def training_windows(
+    folder: Path, shards: list[ShardRecord], sources: list[Source], policy: PackingPolicy
+) -> dict[str, int]:
+    """{source: its windows that have a target, in the training split}.
+
+    Raises ValueError for a split in which no window has one, and for a source that declares a
+    weight and has none to train on: nothing could be trained on the folder.
+    """
+    found = _num_windows(folder, shards, TRAIN, policy)
+    for split, own in (
+        (TRAIN, found),
+        (VALIDATION, _num_windows(folder, shards, VALIDATION, policy.for_evaluation())),
+    ):
+        if not any(own.values()):
+            num_tokens = sum(shard.num_tokens for shard in shards if shard.split == split)
+            raise ValueError(
+                f"no window of {policy.window_tokens:,} tokens in {split} has a target: it has "
+                f"{num_tokens:,} tokens; give more text or a smaller --window-tokens"
+            )
+    by_source = {source.name: found.get(i, 0) for i, source in enumerate(sources)}
+    for source in sources:
+        if source.weight is not None and not by_source[source.name]:
+            raise ValueError(
+                f"source {source.name} declares weight {source.weight:g}, and has no window of "
+                f"{policy.window_tokens:,} tokens to train on (windows: "
+                f"{', '.join(f'{n} {num:,}' for n, num in by_source.items())}); give more text, a "
+                f"smaller --window-tokens, or leave the source out"
+            )
+    return by_source
+
+
+def _num_windows(
+    folder: Path, shards: list[ShardRecord], split: str, policy: PackingPolicy
+) -> dict[int, int]:
+    lengths: dict[int, list[npt.NDArray[np.int64]]] = {}
+    for shard in shards:
+        if shard.split == split:
+            own = open_documents(folder, shard)["num_tokens"].to_numpy()
+            lengths.setdefault(shard.source, []).append(own)
+    return {
+        source: int((row_targets(np.concatenate(own), policy) > 0).sum())
+        for source, own in lengths.items()
+    }
 
 
 class _Shard:

@@ -19,8 +19,9 @@ rows are dealt whole, and the shards of all ranks have one size.
 
 and in all of them, before and after: the targets and tokens of the window (an all-reduce of two
 int64), its loss (an all-gather of one float64), and where gradients are sharded the square of
-their norm (an all-reduce of one number as wide as the gradients). An update without targets, which
-makes no gradient, has the first two of these alone. With S = 1 nothing is gathered or scattered.
+their norm (an all-reduce of one number as wide as they are reduced, but float32 at least). An
+update without targets, which makes no gradient, has the first two of these alone. With S = 1
+nothing is gathered or scattered.
 
 Not counted: the broadcast when a model is distributed, the first update's agreement on DDP's
 buckets, and whatever evaluation and checkpoints say to each other.
@@ -143,7 +144,7 @@ class _Sharded:
     gathered_elements: int
 
     def traffic(self, parameter_bytes: int, gradient_bytes: int) -> list[Traffic]:
-        norm = Traffic("gradient norm", "all_reduce", 1, gradient_bytes, self.num_shards)
+        norm = Traffic("gradient norm", "all_reduce", 1, max(gradient_bytes, 4), self.num_shards)
         if self.num_shards == 1:
             return [norm]
         gathered = self.gathered_elements * parameter_bytes

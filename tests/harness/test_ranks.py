@@ -9,6 +9,7 @@ import pytest
 import rank_programs as programs
 import torch
 
+import harness.ranks
 from harness.launcher import Hosts, Launcher
 from harness.portable import Recipe
 from harness.rank_ends import RanksFailed
@@ -88,6 +89,15 @@ def test_three_ranks_on_two_hosts_are_not_run():
     session = Session(4, Hosts(2, 0, "localhost:1"), 30.0, "cpu")
     assert session.why_not(3) == "3 ranks cannot be dealt evenly to 2 hosts."
     assert not session.why_not(4)
+
+
+def test_more_ranks_than_devices_are_not_run(monkeypatch):
+    """What is missing is a device, whatever --ranks says: its default is their number."""
+    monkeypatch.setattr(harness.ranks, "missing_backend", lambda kind: "")
+    monkeypatch.setattr(harness.ranks, "num_devices_of", lambda kind: 1)
+    session = Session(1, Hosts(), 30.0, "cuda")
+    assert session.why_not(2) == "2 ranks need 2 GPUs; this machine has 1."
+    assert session.why_not(1) == ""
 
 
 def test_a_backend_that_is_not_built_in(monkeypatch):

@@ -14,13 +14,12 @@ from prepared import content, lines, prepared, settings, text_folder, texts
 
 from reference.checkpoint import disk
 from reference.data.manifest import read_manifest
-from reference.data.near_duplicates import DuplicateSettings
+from reference.data.near_duplicates import DuplicateSettings, Verified, deduplicate
 from reference.data.open_tokenizer import open_tokenizer
 from reference.data.prepare import preparation_key, prepare
 from reference.data.prepare_command import main
 from reference.data.shards import document_record, open_documents, open_tokens
 from reference.data.sources import parse_sources
-from reference.data.tokenizing import parse_tokenizer
 from reference.data.work import working_folder
 
 
@@ -207,18 +206,6 @@ def test_a_document_that_the_tokenizer_cannot_write_is_named(folder, tmp_path):
         prepared(tmp_path / "out", folder, tokenizer=f"{tmp_path / 'first'}?eos=0")
 
 
-def test_tokenizers_that_are_none_are_refused(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for text, message in (
-        ("bpe", "give the size"),
-        ("bpe:x", "give the size"),
-        ("x?eos=last", "no whole number"),
-        (str(tmp_path), "cannot read the tokenizer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse_tokenizer(text)
-
-
 def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a single document")
     with pytest.raises(ValueError, match="no document is left for"):
@@ -242,6 +229,23 @@ def test_near_duplicates_are_sampled_and_told(tmp_path):
     manifest = prepared(tmp_path / "blind", tmp_path / "rows.jsonl", duplicates=blind)
     (step,) = [step for step in manifest.steps if step.name == "duplicates"]
     assert step.results["sampled_num_missed"] > 10, "missed pairs are told"
+
+
+def test_what_is_known_of_pairs_does_not_fill_the_memory(monkeypatch):
+    (first,) = texts(1, num_words=100)
+    shared = " ".join(first.split()[:88])  # any two of them have a similarity of 0.78
+    documents = [f"{shared} {end}".encode() for end in texts(12, seed=3, num_words=12)]
+    whole, sizes, exact = deduplicate(documents, DuplicateSettings()), [], Verified._exact
+
+    def noted(verified, *pair):
+        found = exact(verified, *pair)
+        sizes.append(len(verified._known))
+        return found
+
+    monkeypatch.setattr("reference.data.near_duplicates.MOST_KNOWN", 7)
+    monkeypatch.setattr(Verified, "_exact", noted)
+    assert deduplicate(documents, DuplicateSettings()) == whole
+    assert len(sizes) > 66 and max(sizes) == 7
 
 
 def test_ids_are_as_wide_as_the_vocabulary_needs(folder, tmp_path):

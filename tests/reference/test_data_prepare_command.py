@@ -1,13 +1,19 @@
 """The command says what it made, and refuses before the work what would be refused after it."""
 
+from types import SimpleNamespace
+
 import pytest
 from prepared import lines, prepared, text_folder, texts
 
-from reference.data import tokenizing
 from reference.data.acceptance import EXACT, PROBES, REFUSED
+from reference.data.bpe import train_bpe
+from reference.data.folder_text import open_folder
 from reference.data.manifest import read_manifest
 from reference.data.prepare_command import main
+from reference.data.remarks import warnings
+from reference.data.tokenizing import parse_tokenizer
 from reference.data.work import leftovers
+from reference.stack import ROLES
 
 
 @pytest.fixture
@@ -42,6 +48,8 @@ def test_the_command_prepares_inspects_and_draws(folder, tmp_path, capsys, monke
     ("arguments", "message"),
     [
         (["--validation-fraction", "0"], "must be between 0 and 1"),
+        (["--validation-fraction", "nan"], "must be between 0 and 1"),
+        (["--validation-fraction", "1.5"], "must be between 0 and 1"),
         (["--near-duplicate-threshold", "1.5"], "must be above 0 and at most 1"),
         (["--tokenizer", "bpe:100"], "vocabulary_size is 100"),
         (["--workers", "0"], "no whole number"),
@@ -52,6 +60,18 @@ def test_settings_that_cannot_be_are_refused(folder, tmp_path, capsys, arguments
         main(["prepare", str(folder), "--out", str(tmp_path / "out"), *arguments])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"], "nothing was begun"
+
+
+def test_tokenizers_that_are_none_are_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for text, message in (
+        ("bpe", "give the size"),
+        ("bpe:x", "give the size"),
+        ("x?eos=last", "no whole number"),
+        (str(tmp_path), "cannot read the tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_tokenizer(text)
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]"])
@@ -77,7 +97,7 @@ def test_the_manifest_has_what_the_tokenizer_was_accepted_for(folder, tmp_path):
 def test_a_tokenizer_that_changes_text_is_told(folder, tmp_path, capsys):
     from tokenizers import Tokenizer, normalizers
 
-    lossy = Tokenizer.from_str(tokenizing.train_bpe([b"abc " * 9], 257).decode())
+    lossy = Tokenizer.from_str(train_bpe([b"abc " * 9], 257).decode())
     lossy.normalizer = normalizers.Lowercase()
     (tmp_path / "lossy.json").write_text(lossy.to_str())
     (folder / "000.txt").write_text("Upper case")
@@ -85,9 +105,17 @@ def test_a_tokenizer_that_changes_text_is_told(folder, tmp_path, capsys):
                  "--tokenizer", f"{tmp_path / 'lossy.json'}?eos=0",
                  "--validation-fraction", "0.3"]  # fmt: skip
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "the tokenizer does not give back 1 documents as they were" in said
+    said, warned = capsys.readouterr()
+    split = "train" if "1 in train" in warned else "validation"
+    assert f"does not give back 1 documents as they were (1 in {split} source txt)" in warned
     assert "the tokenizer changes text on trial: special-token text" in said
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "changed by the tokenizer" in capsys.readouterr().out
+    stack = SimpleNamespace(**ROLES)
+    assert (
+        "does not give back 1 documents"
+        in warnings(open_folder(tmp_path / "out", stack).manifest)[0]
+    )
 
 
 def test_leftovers_of_a_folder_with_odd_letters_are_found(tmp_path):
@@ -95,3 +123,11 @@ def test_leftovers_of_a_folder_with_odd_letters_are_found(tmp_path):
     (tmp_path / ".data1.prepare-0123456789ab").mkdir()
     (found,) = leftovers(tmp_path / "data[1]", "f" * 64)
     assert found.name == ".data[1].prepare-0123456789ab"
+
+
+def test_what_a_finished_preparation_left_is_told(tmp_path):
+    own = tmp_path / ".data.prepare-ffffffffffff"  # killed between publishing and removing
+    own.mkdir()
+    assert leftovers(tmp_path / "data", "f" * 64) == []
+    (tmp_path / "data").mkdir()
+    assert leftovers(tmp_path / "data", "f" * 64) == [own]

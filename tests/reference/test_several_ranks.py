@@ -10,17 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from reference import several_ranks
+from reference.checkpoint import latest
 from reference.train_command import main
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--updates", "3", "--seed", "1"]
 
 
-def launched(*arguments):
+def launched(*arguments, program=("-m", "reference.train")):
     """Two ranks on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               "2", "-m", "reference.train", *arguments]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+               "2", *map(str, program), *arguments]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
     )
@@ -70,3 +71,52 @@ def test_a_device_without_a_backend_here_is_refused(monkeypatch):
         several_ranks.joined(None, torch.device("cpu")),
     ):
         pass
+
+
+CHECKPOINTED = ["--corpus", "python-docs", "--corpus-bytes", "60000", "--row-tokens", "32",
+                "--updates", "12", "--checkpoint-every", "5", "--resume"]  # fmt: skip
+# One rank is told to stop after its third update, as a signal would tell it.
+SIGNALLED = """
+import os, signal
+from reference import resume
+from reference.train_command import main
+real, counted = resume.Keeper.after_window, []
+def after_window(keeper):
+    counted.append(1)
+    if len(counted) == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(keeper)
+resume.Keeper.after_window = after_window
+raise SystemExit(main())
+"""
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_update(tmp_path):
+    """And the run that goes on is the one that was never stopped, bit for bit."""
+    whole = launched(*CHECKPOINTED, "--checkpoints", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    program = tmp_path / "signalled.py"
+    program.write_text(SIGNALLED)
+    stopped = launched(*CHECKPOINTED, "--checkpoints", str(tmp_path / "run"), program=[program])
+    assert "a signal to another rank: stopped after 3 updates" in stopped.stdout, stopped.stderr
+    assert stopped.stderr.count("exitcode  : 75") == 2
+    assert latest(tmp_path / "run").name == "step-00000003"
+    resumed = launched(*CHECKPOINTED, "--checkpoints", str(tmp_path / "run"))
+    assert f"resuming from {tmp_path / 'run' / 'step-00000003'}, exact" in resumed.stdout
+    assert resumed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    names = {file.name for file in latest(tmp_path / "whole").iterdir()}
+    assert len(names) == 8
+    for name in names:
+        one, other = (latest(tmp_path / folder) / name for folder in ("whole", "run"))
+        assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_one_process_goes_on_with_what_two_ranks_saved(tmp_path, capsys):
+    kept = ["--checkpoints", str(tmp_path)]
+    first = launched(*CHECKPOINTED, *kept)
+    assert first.returncode == 0, first.stderr
+    assert main([*CHECKPOINTED, *kept]) == 0
+    told = capsys.readouterr().out.splitlines()
+    where = tmp_path / "step-00000012"
+    assert told[0].startswith(f"resuming from {where}, functional: 2 ranks saved it, 1 go on")
+    assert told[1] == first.stdout.splitlines()[-1]
