@@ -116,6 +116,12 @@ class Failure:
         most = max(len(end.collectives) for end in self.ends)
         return tuple(end.index for end in self.ends if len(end.collectives) < most)
 
+    @property
+    def parting(self) -> int | None:
+        """The first collective (from 0) at which two ranks issued different ones."""
+        issued = zip(*(end.collectives for end in self.ends), strict=False)
+        return next((n for n, each in enumerate(issued) if len({c.kind for c in each}) > 1), None)
+
     def __str__(self) -> str:
         what = {"died": "died", "raised": "raised an exception",
                 "hung": f"did not end within {self.timeout_s:g} s"}[self.kind]  # fmt: skip
@@ -125,6 +131,9 @@ class Failure:
         ]
         if self.fewest:
             lines.append(f"fewer collectives than the others: rank {_listed(self.fewest)}")
+        if self.parting is not None:
+            lines.append(f"they parted at collective {self.parting + 1}:")
+            lines += [f"rank {end.index}: {end.collectives[self.parting]}" for end in self.ends]
         for end in sorted(self.ends, key=lambda end: (end.index not in self.ranks, end.index)):
             if end.log:
                 lines += [f"--- rank {end.index} ---", end.log.rstrip()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def clip_grad_norm(
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    wide = reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
     norms = _norms(gradients, norm_type, wide)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     # min(1, nan) is nan: the factor must be 1 for a norm that is not finite.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ def clip_grad_norm(
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    pieces = [_total(parts, place, norm_type) for place, parts in _by_place(gradients).items()]
+    wide = reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
+    places = _by_place(gradients).items()
+    pieces = [_total(parts, place, norm_type, wide) for place, parts in places]
     norm = _joined(torch.stack(pieces), norm_type)
     if math.isfinite(norm_type):
         norm = norm ** (1 / norm_type)
@@ -65,9 +68,8 @@ def _place(gradient: Tensor) -> Place:
     return (gradient.device_mesh, tuple(shards)) if shards else None
 
 
-def _total(parts: list[Tensor], place: Place, norm_type: float) -> Tensor:
+def _total(parts: list[Tensor], place: Place, norm_type: float, wide: torch.dtype) -> Tensor:
     """sum |g|^p (or max |g|) of these parts over the ranks that hold the rest of them."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
     filled = [part for part in parts if part.numel()]  # a rank may hold nothing of a small one
     total = torch.zeros((), dtype=wide, device=parts[0].device)
     if filled:

@@ -56,6 +56,17 @@ def goes_wrong(rank, stack, how):
     dist.all_reduce(x)
 
 
+def part(rank, stack):
+    """After one collective in common rank 1 issues another kind than rank 0."""
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    if rank.index == 1:
+        dist.all_gather_into_tensor(torch.empty(8), x)
+    else:
+        dist.all_reduce(x)
+    dist.barrier()
+
+
 def unpicklable(rank, stack):
     return lambda: None
 

@@ -78,6 +78,16 @@ def test_a_rank_that_leaves_out_a_collective(attempt):
     assert "fewer collectives than the others: rank 1" in str(outcome.failure)
 
 
+def test_ranks_that_issue_different_collectives_are_told_where_they_part():
+    session = Session(2, Hosts(), 30.0, "cpu")
+    ranks = Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set())
+    failure = ranks.run(programs.part, world_size=2, timeout_s=5.0, may_fail=True).failure
+    assert failure.parting == 1
+    told = str(failure)
+    assert "they parted at collective 2:" in told
+    assert "rank 0: all_reduce of 16 bytes among 2\nrank 1: all_gather of 16 bytes" in told
+
+
 def test_without_may_fail_it_is_an_error(attempt):
     with pytest.raises(RanksFailed, match=r"rank 1 died of signal 9 \(SIGKILL\)") as caught:
         attempt("kill")

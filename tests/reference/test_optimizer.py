@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from candidates.distributed.clip import clip_grad_norm as distributed_clip
 from reference.optimizer import AdamState, clip_grad_norm, optimizer_step, param_groups
 
 
@@ -56,6 +57,14 @@ def test_the_norm_of_float64_gradients_is_float64():
     assert clip_grad_norm([with_gradient(1.0, dtype=torch.float64)], 1.0, None).dtype == (
         torch.float64
     )
+
+
+@pytest.mark.parametrize(
+    "clip", [clip_grad_norm, distributed_clip], ids=["reference", "distributed"]
+)
+def test_gradients_of_two_widths_have_one_norm(clip):
+    norm = clip([with_gradient(3.0), with_gradient(4.0, dtype=torch.float64)], 1.0, None)
+    assert norm.dtype == torch.float64 and norm.item() == 5.0
 
 
 def test_no_gradient_has_norm_zero():
