@@ -70,9 +70,8 @@ class Look:
 
 @dataclass(frozen=True)
 class Communicated:
-    """The collectives of one update: by whose wrapper, how many and how many bytes by kind."""
+    """The collectives of one update: how many and how many bytes by kind, and all in order."""
 
-    kind: str
     counts: dict[str, int]
     num_bytes: dict[str, int]
     issued: list[Any]

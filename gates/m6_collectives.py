@@ -19,8 +19,8 @@ def float32_model(stack, device):
 
 
 @gate(
-    claim="collectives and bytes of an update are those of the ledger, for DDP, FSDP2 and hybrid "
-    "sharding; another implementation reduces each gradient once a window, in float32",
+    claim="an update reduces each gradient once a window, in float32; where `distribute` declares "
+    "its `communication`, collectives and bytes are exactly those of the ledger",
     roles=["distribute", "accumulate", "clip_grad_norm", "update_window", "training_communication"],
     not_claimed="what crosses the wire; the first update, in which DDP makes its buckets",
     source="huggingface/accelerate PR#1726, KellerJordan/modded-nanogpt PR#31: a backward alone in "
@@ -42,16 +42,15 @@ def test_traffic(stack, ranks, world_size, rng, device, check):
         sequences = len({tuple(traffic.issued) for traffic in found})
         check(f"different sequences of collectives: {name}", sequences, equal=1,
               because="ranks wait for each other")  # fmt: skip
-        if found[0].kind == "other":
-            _check_reductions(check, name, found[0], model)
-        else:
-            _check_ledger(check, name, found[0], stack, start, world_size)
+        _check_reductions(check, name, found[0], model, world_size)
+        declared = getattr(stack.distribute, "communication", None)
+        if declared is not None:
+            _check_ledger(check, name, found[0], stack, start, world_size, declared)
 
 
-def _check_ledger(check, name, traffic, stack, start, world_size):
+def _check_ledger(check, name, traffic, stack, start, world_size, kind):
     mesh = start.mesh_shape or (world_size,)
     width = start.settings.compute_dtype or torch.float32
-    kind = traffic.kind
     if kind == "fsdp2" and len(mesh) == 2:
         kind = "hybrid"
     elif kind == "ddp":
@@ -71,18 +70,14 @@ def _listed(by_kind):
     return [f"{kind} {by_kind[kind]}" for kind in sorted(by_kind)]
 
 
-def _check_reductions(check, name, traffic, model):
-    """Each gradient in float32 once, and less than 64 bytes a parameter of counts beside it."""
-    parameters = list(model.parameters())
-    gradient_bytes = sum(4 * parameter.numel() for parameter in parameters)
+def _check_reductions(check, name, traffic, model, world_size):
+    gradient_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     kinds = ("all_reduce", "reduce_scatter", "reduce")
     reduced = sum(traffic.num_bytes.get(kind, 0) for kind in kinds)
-    check(
-        f"bytes that are reduced, in an update: {name}",
-        reduced,
-        within=(gradient_bytes, gradient_bytes + 64 * len(parameters)),
-        because=f"{gradient_bytes} bytes of gradients; three microbatches reduce them once",
-    )
+    check(f"bytes that are reduced in an update / those of its gradients: {name}",
+          reduced / gradient_bytes, within=(int(world_size > 1), 1.9),
+          because="three microbatches reduce them once, in float32; the rest is counts, norms, "
+          "padding, and shards that replicas reduce once more")  # fmt: skip
 
 
 @gate(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -242,7 +241,7 @@ def communicated(
             rank.collectives.reset()
             stack.update_window(training, share, stack, settings)
         seen = rank.collectives
-        found[name] = Communicated(kind_of(model), seen.counts, seen.num_bytes, list(seen.issued))
+        found[name] = Communicated(seen.counts, seen.num_bytes, list(seen.issued))
     return found
 
 
@@ -268,13 +267,6 @@ def trained(
         None, mesh_of(rank),
     )  # fmt: skip
     return Trained(result.records, whole_parameters(result.model), rows)
-
-
-def kind_of(model: nn.Module) -> str:
-    """How torch distributes a model: "ddp", "fsdp2", or "other" for anything else."""
-    if isinstance(model, DistributedDataParallel):
-        return "ddp"
-    return "fsdp2" if isinstance(model, FSDPModule) else "other"
 
 
 def killed(rank: Any, stack: Any, start: Start, shares: Shares) -> None:

@@ -85,4 +85,5 @@ def unsynchronized(model: Any) -> Any:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
+distribute.communication = "ddp"  # whose collectives the ledger predicts
 ROLES = {"distribute": distribute, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm}

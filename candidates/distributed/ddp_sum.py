@@ -38,4 +38,5 @@ def accumulate(model: nn.Module, window: Any, group: Any, loss_scale: float = 1.
     return ddp.accumulate_by(model, window, group, loss_scale, loss_scale)
 
 
+distribute.communication = "ddp"  # whose collectives the ledger predicts
 ROLES = {"distribute": distribute, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm}

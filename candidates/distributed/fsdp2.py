@@ -96,4 +96,5 @@ def _no_reduction(model: FSDPModule) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
+distribute.communication = "fsdp2"  # whose collectives the ledger predicts
 ROLES = {"distribute": distribute, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm}

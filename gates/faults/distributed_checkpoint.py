@@ -119,7 +119,7 @@ def unties_the_shards(reference):
 
 @fault(role="save", caught_by=WAITS, seen_in="nvidia-cosmos/cosmos-rl PR#550")
 def is_complete_when_the_first_rank_is(reference):
-    """The first rank writes its files and the configuration, and publishes, and waits for nobody."""
+    """The first rank writes its files and the configuration, publishes, and waits for nobody."""
 
     def save(root, snapshot, last, every):
         if snapshot.peers.index == 0:

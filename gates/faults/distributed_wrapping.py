@@ -85,7 +85,7 @@ def names_with_a_prefix(reference):
 def reduces_what_ddp_has_reduced(reference):
     """Wraps in DDP, which averages after every microbatch, for an accumulate that sums once more.
 
-    The sum of equal averages is the right gradient; only its traffic is not that of DDP.
+    The sum of equal averages is the right gradient; only the traffic is four times as much.
     """
 
     class Wrapped(DistributedDataParallel):
@@ -93,6 +93,17 @@ def reduces_what_ddp_has_reduced(reference):
         lm_head = property(lambda self: self.module.lm_head)
 
     return lambda model, mesh, settings: Wrapped(reference.distribute(model, mesh, settings))
+
+
+@fault(role="distribute", caught_by="m6_collectives::test_traffic[2]", seen_in="own")
+def declares_the_traffic_of_ddp(reference):
+    """Says that it speaks as DDP does, in a few buckets, and reduces gradient by gradient."""
+
+    def distribute(model, mesh, settings):
+        return reference.distribute(model, mesh, settings)
+
+    distribute.communication = "ddp"
+    return distribute
 
 
 @fault(role="distribute", caught_by=f"{GATE}test_parameters[3-tied]", seen_in="own")
