@@ -120,7 +120,7 @@ class Failure:
     def parting(self) -> int | None:
         """The first collective (from 0) at which two ranks issued different ones."""
         issued = zip(*(end.collectives for end in self.ends), strict=False)
-        return next((n for n, each in enumerate(issued) if len({c.kind for c in each}) > 1), None)
+        return next((n for n, each in enumerate(issued) if len(set(map(_what, each))) > 1), None)
 
     def __str__(self) -> str:
         what = {"died": "died", "raised": "raised an exception",
@@ -138,6 +138,12 @@ class Failure:
             if end.log:
                 lines += [f"--- rank {end.index} ---", end.log.rstrip()]
         return "\n".join(lines)
+
+
+def _what(collective: Collective) -> tuple[str, int]:
+    """Its kind, and its bytes where all ranks hand in as many."""
+    alike = collective.kind in ("all_reduce", "broadcast", "reduce_scatter")
+    return collective.kind, collective.num_bytes if alike else 0
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -56,14 +56,16 @@ def goes_wrong(rank, stack, how):
     dist.all_reduce(x)
 
 
-def part(rank, stack):
-    """After one collective in common rank 1 issues another kind than rank 0."""
+def part(rank, stack, how):
+    """After one collective in common rank 1 issues another one than rank 0."""
     x = torch.ones(4)
     dist.all_reduce(x)
-    if rank.index == 1:
+    if rank.index == 0:
+        dist.all_reduce(x)
+    elif how == "kind":
         dist.all_gather_into_tensor(torch.empty(8), x)
     else:
-        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(2))
     dist.barrier()
 
 

@@ -78,14 +78,17 @@ def test_a_rank_that_leaves_out_a_collective(attempt):
     assert "fewer collectives than the others: rank 1" in str(outcome.failure)
 
 
-def test_ranks_that_issue_different_collectives_are_told_where_they_part():
+@pytest.mark.parametrize(
+    ("how", "other"), [("kind", "all_gather of 16 bytes"), ("size", "all_reduce of 8 bytes")]
+)
+def test_ranks_that_issue_different_collectives_are_told_where_they_part(how, other):
     session = Session(2, Hosts(), 30.0, "cpu")
     ranks = Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set())
-    failure = ranks.run(programs.part, world_size=2, timeout_s=5.0, may_fail=True).failure
+    failure = ranks.run(programs.part, how, world_size=2, timeout_s=5.0, may_fail=True).failure
     assert failure.parting == 1
     told = str(failure)
     assert "they parted at collective 2:" in told
-    assert "rank 0: all_reduce of 16 bytes among 2\nrank 1: all_gather of 16 bytes" in told
+    assert f"rank 0: all_reduce of 16 bytes among 2\nrank 1: {other} among 2" in told
 
 
 def test_without_may_fail_it_is_an_error(attempt):
