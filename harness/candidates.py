@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -231,15 +231,15 @@ def load_stacks(
     return Stack(reference.roles, (*stack.dtypes, *half)), stack, modules
 
 
-def noting(stack: Stack, roles: Iterable[str], called: set[str]) -> dict[str, Role]:
-    """The ``roles`` of a stack, each putting its name into ``called`` when it is called."""
+def noting(stack: Stack, roles: Iterable[str], note: Callable[[str], object]) -> dict[str, Role]:
+    """The ``roles`` of a stack, each giving its name to ``note`` before it runs."""
 
-    def note(role: str, function: Role) -> Role:
+    def noted(role: str, function: Role) -> Role:
         @functools.wraps(function)
         def note_and_call(*arguments: Any, **keywords: Any) -> Any:
-            called.add(role)
+            note(role)
             return function(*arguments, **keywords)
 
         return note_and_call
 
-    return {role: note(role, stack.roles[role]) for role in roles}
+    return {role: noted(role, stack.roles[role]) for role in roles}

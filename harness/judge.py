@@ -15,6 +15,7 @@ from harness.verdict import gate_verdict, is_as_required, place
 
 CHECK = pytest.StashKey[Check]()
 CALLED = pytest.StashKey[set[str]]()
+WORLD_SIZES = pytest.StashKey[set[int]]()
 RECORD = pytest.StashKey[dict[str, Any]]()
 
 
@@ -25,12 +26,17 @@ def check_of(item: pytest.Item) -> Check:
 
 def counting(item: pytest.Item, stack: Stack, roles: list[str]) -> dict[str, Role]:
     """The roles on trial, each noting in the item's record that it was called."""
-    return noting(stack, roles, called_by(item))
+    return noting(stack, roles, called_by(item).add)
 
 
 def called_by(item: pytest.Item) -> set[str]:
     """The roles on trial that the gate called so far, in this process or in its ranks."""
     return item.stash.setdefault(CALLED, set())
+
+
+def world_sizes_of(item: pytest.Item) -> set[int]:
+    """In how many ranks the gate ran programs so far."""
+    return item.stash.setdefault(WORLD_SIZES, set())
 
 
 def phase(
@@ -68,6 +74,8 @@ def blank(kind: str, gate: Gate, name: str, case: str, nodeid: str) -> dict[str,
         "measurements": [],
         "series": [],
         "called": [],
+        "world_sizes": [],
+        "rank_logs": "",
         "verdict": "ERROR",
         "reason": "the gate did not come to an end",
         "duration_s": 0.0,
@@ -94,7 +102,9 @@ def _judge(item: pytest.Item, call: pytest.CallInfo[None], record: dict[str, Any
     measurements = list(check.measurements.values())
     record["measurements"], record["series"] = measurements, check.curves
     record["called"] = sorted(item.stash.get(CALLED, ()))
+    record["world_sizes"] = sorted(item.stash.get(WORLD_SIZES, ()))
     raised = call.excinfo.value if call.excinfo else None
+    record["rank_logs"] = _printable(getattr(raised, "rank_logs", record["rank_logs"]))
     failed = isinstance(raised, CheckFailed) and call.when == "call"
     not_run = isinstance(raised, pytest.skip.Exception) and call.when != "teardown"
     error = "" if raised is None or failed or not_run else _told(raised)
@@ -112,7 +122,10 @@ def _judge(item: pytest.Item, call: pytest.CallInfo[None], record: dict[str, Any
 
 def _told(error: BaseException) -> str:
     """The exception as Python prints it, in characters that every file can hold."""
-    text = "".join(traceback.format_exception_only(error)).strip()
+    return _printable("".join(traceback.format_exception_only(error)).strip())
+
+
+def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -126,9 +139,17 @@ def _tell_pytest(report: pytest.TestReport, record: dict[str, Any]) -> None:
     elif is_as_required(record):
         report.outcome, report.longrepr = "passed", None
     else:
-        crash = report.longrepr if verdict == "ERROR" and report.longrepr else ""
+        crash = _crash(report, record) if verdict == "ERROR" and report.longrepr else ""
         report.outcome = "failed"
         report.longrepr = f"{explain(record)}\n{crash}".rstrip()
+
+
+def _crash(report: pytest.TestReport, record: dict[str, Any]) -> str:
+    """The traceback, of which the gate's part is a line where the ranks say more."""
+    where = getattr(report.longrepr, "reprcrash", None)
+    if not (record["rank_logs"] and where):
+        return str(report.longrepr)
+    return f"{record['rank_logs']}\n{where.path}:{where.lineno}: in the gate"
 
 
 def explain(record: dict[str, Any]) -> str:

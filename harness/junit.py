@@ -83,6 +83,8 @@ def _outcome(element: ElementTree.Element, record: Record) -> None:
     details = [message, f"claim: {record['claim']}", f"nodeid: {record['nodeid']}"]
     if record["kind"] != "gate":
         details.append(f"{record['kind']}: {record['variant']['summary']}")
+    if logs := record.get("rank_logs"):  # not in evidence of before
+        details.append(logs)
     _add(element, tag, word, message, "\n".join(details))
 
 

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from harness import rank_process
+from harness.formatting import listing
 
 PRELOADED = [  # what a rank would import otherwise, in seconds; what is missing is left out
     "harness.rank_process",
@@ -81,7 +82,8 @@ class Launcher:
             )
         except (dist.DistError, OSError) as error:
             what = "cannot listen at" if first else "finds no first host at"
-            raise RuntimeError(f"the ranks' store {what} {hosts.endpoint}: {error}") from error
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"the ranks' store {what} {hosts.endpoint}: {reason}") from None
         for name in NOISY:
             logging.getLogger(name).disabled = True
         context = multiprocessing.get_context("forkserver")
@@ -135,6 +137,7 @@ class Launcher:
         Raises:
             RuntimeError: a host says nothing within ``timeout_s``, or did so before.
         """
+        __tracebackhide__ = True
         if self.hosts.num == 1:
             return [mine]
         self.refuse_if_parted()
@@ -148,16 +151,30 @@ class Launcher:
             self._store.set(f"{place}/read by {self.hosts.index}", "")
             if self.hosts.index == 0:  # the store is here, and stays until everybody has read
                 self._store.wait([f"{place}/read by {host}" for host in hosts], timeout)
-        except dist.DistError as error:
-            self.parted = (
-                f"not every host told of {what} within {timeout_s:.0f} s; do they run the same "
-                "gates, and are they still there?"
+        except dist.DistError:
+            self.parted = f"{self._silent(place)} nothing of {what} within {timeout_s:g} s; " + (
+                "does every host run the same gates with the same options, and is it still there? "
+                "--rank-timeout gives it more time"
             )
-            raise RuntimeError(self.parted) from error
+            raise RuntimeError(self.parted) from None
         return said
+
+    def _silent(self, place: str) -> str:
+        """Which hosts have not told, or else not read what the others told, and the verb."""
+
+        def missing(kind: str) -> str:
+            keys = {str(host): f"{place}/{kind}{host}" for host in range(self.hosts.num)}
+            return listing([host for host, key in keys.items() if not self._store.check([key])])
+
+        try:
+            silent = missing("")
+            return f"host {silent} told" if silent else f"host {missing('read by ')} read"
+        except dist.DistError:
+            return "host 0, with the store, is gone; it told"
 
     def refuse_if_parted(self) -> None:
         """Raise RuntimeError at once when the hosts have lost each other in an earlier job."""
+        __tracebackhide__ = True
         if self.parted:
             raise RuntimeError(self.parted)
 

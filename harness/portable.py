@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,12 @@ class Recipe:
     device_kind: str
     variant: tuple[str, str] | None
 
-    def build(self, called: set[str] | None = None) -> Stack:
-        """The stack, from modules that are imported here; ``called`` notes roles on trial."""
+    def build(self, note: Callable[[str], object] | None = None) -> Stack:
+        """The stack, from modules that are imported here; ``note`` is told of calls of
+        roles on trial."""
         reference, stack, on_trial = load_stacks(self.reference, self.candidates, self.device_kind)
         if self.variant is None:
-            return stack if called is None else stack.replace(noting(stack, on_trial, called))
+            return stack if note is None else stack.replace(noting(stack, on_trial, note))
         variant = named(*self.variant)
         return reference.replace({variant.role: variant.build(reference)})
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 import pickle
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.collectives import Collective, read
+from harness.formatting import listing
+from harness.rank_frames import program_stack, without_internals
 from harness.rank_process import files
 
 NUM_LOG_LINES = 20
-LAUNCHER_FILES = (
-    "torch/distributed/elastic",
-    "torch/multiprocessing",
-    "/multiprocessing/",
-    "<string>",
-    "harness/rank_process.py",
-)
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,8 @@ class RankEnd:
 
     ``how``: "finished", "raised" an exception, "died" without a word, or was still "running" when
     the launcher ended it. ``words`` go on after "rank 1 …". ``log`` is a traceback, or the stack
-    at the end, and the last lines that the rank printed.
+    at the end, and the last lines that the rank printed. ``called``: the roles on trial that it
+    called, however it ended.
     """
 
     index: int
@@ -40,13 +36,14 @@ class RankEnd:
     log: str = ""
     ended_s: float = float("inf")  # when it raised
     result: Any = None
-    called: set[str] = field(default_factory=set)
+    called: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         num = len(self.collectives)
         issued = f"{num} collective{'s' * (num != 1)}"
         last = f", the last: {self.collectives[-1]}" if num else ""
-        return f"rank {self.index} {self.words}; it issued {issued}{last}"
+        first_line, *more = self.words.split("\n")
+        return f"rank {self.index} {first_line}{' …' if more else ''}; it issued {issued}{last}"
 
 
 def read_end(
@@ -58,26 +55,21 @@ def read_end(
     """
     own = files(folder, index)
     collectives, printed = read(own["collectives"]), _printed(folder, local_index)
+    called = frozenset(own["called"].read_text().splitlines() if own["called"].exists() else ())
+
+    def end(how: str, words: str, log: str = "", **more: Any) -> RankEnd:
+        return RankEnd(index, how, words, collectives, log + printed, called=called, **more)
+
     if own["result"].exists():
-        result, called = torch.load(own["result"], map_location="cpu", weights_only=False)
-        return RankEnd(
-            index, "finished", "finished", collectives, printed, result=result, called=called
-        )
+        result = torch.load(own["result"], map_location="cpu", weights_only=False)
+        return end("finished", "finished", result=result)
     if own["exception"].exists():
-        name, text, told, ended_s, called = pickle.loads(own["exception"].read_bytes())
-        words = f"raised {name}: {text}"
-        return RankEnd(index, "raised", words, collectives, told + printed, ended_s, called=called)
-    stack = _own_frames(own["stack"].read_text()) if own["stack"].exists() else ""
-    if stack or late:
-        words = "was still running when it was ended" if stack else "gave no sign of life"
-        return RankEnd(index, "running", words, collectives, stack + printed)
-    return RankEnd(index, "died", _death(exit_status), collectives, printed)
-
-
-def _own_frames(stack: str) -> str:
-    """The frames of a stack without those in which every rank begins."""
-    lines = stack.splitlines(keepends=True)
-    return "".join(line for line in lines if not any(file in line for file in LAUNCHER_FILES))
+        name, text, told, ended_s = pickle.loads(own["exception"].read_bytes())
+        return end("raised", f"raised {name}: {text}", told, ended_s=ended_s)
+    stack = program_stack(own["stack"].read_text()) if own["stack"].exists() else ""
+    if stack:
+        return end("running", "was still running when it was ended", stack)
+    return end("running", "gave no sign of life") if late else end("died", _death(exit_status))
 
 
 def _death(exit_status: int | None) -> str:
@@ -92,7 +84,7 @@ def _printed(folder: Path, local_index: int) -> str:
     """The last lines that a rank of this host printed, from the launcher's files."""
     texts = [file.read_text(errors="replace") for kind in ("stdout", "stderr")
              for file in folder.glob(f"*/attempt_0/{local_index}/{kind}.log")]  # fmt: skip
-    lines = "".join(texts).splitlines()
+    lines = without_internals("".join(texts)).splitlines()
     return "".join(f"{line}\n" for line in lines[-NUM_LOG_LINES:])
 
 
@@ -102,7 +94,8 @@ class Failure:
 
     ``kind``: "died" if any died without a word, else "hung" if the deadline ended them, else
     "raised". ``ranks``: those that died; those that hung with the fewest collectives, for whom
-    the others wait; or the one that raised first. ``ends`` has every rank, in their order.
+    the others wait; or the one that raised first, with all that raised the same. ``ends`` has
+    every rank, in their order.
     """
 
     kind: str
@@ -134,10 +127,18 @@ class Failure:
         if self.parting is not None:
             lines.append(f"they parted at collective {self.parting + 1}:")
             lines += [f"rank {end.index}: {end.collectives[self.parting]}" for end in self.ends]
+        return "\n".join(lines)
+
+    @property
+    def logs(self) -> str:
+        """What every rank left: traceback or stack, and its last lines; the same ones once."""
+        ranks_by_log: dict[str, list[int]] = {}
         for end in sorted(self.ends, key=lambda end: (end.index not in self.ranks, end.index)):
             if end.log:
-                lines += [f"--- rank {end.index} ---", end.log.rstrip()]
-        return "\n".join(lines)
+                ranks_by_log.setdefault(end.log.rstrip(), []).append(end.index)
+        return "\n".join(
+            f"--- rank {_listed(ranks)} ---\n{log}" for log, ranks in ranks_by_log.items()
+        )
 
 
 def _what(collective: Collective) -> tuple[str, int]:
@@ -147,7 +148,7 @@ def _what(collective: Collective) -> tuple[str, int]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    return " and ".join(map(str, ranks))
+    return listing([str(rank) for rank in ranks])
 
 
 def failure_of(ends: Sequence[RankEnd], timeout_s: float, late: bool) -> Failure | None:
@@ -159,15 +160,17 @@ def failure_of(ends: Sequence[RankEnd], timeout_s: float, late: bool) -> Failure
         return Failure("died", died, tuple(ends), timeout_s)
     first = min(ends, key=lambda end: end.ended_s)
     if not late:
-        return Failure("raised", (first.index,), tuple(ends), timeout_s)
+        same = tuple(end.index for end in ends if end.words == first.words)
+        return Failure("raised", same, tuple(ends), timeout_s)
     fewest = min(len(end.collectives) for end in ends)
     silent = tuple(end.index for end in ends if len(end.collectives) == fewest)
     return Failure("hung", silent, tuple(ends), timeout_s)
 
 
 class RanksFailed(RuntimeError):
-    """Not all ranks finished; ``failure`` has the details."""
+    """Not all ranks finished; ``failure`` has the details, ``rank_logs`` what the ranks left."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
+        self.rank_logs = failure.logs

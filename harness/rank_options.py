@@ -21,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help=f"the most ranks of a distributed gate, over all hosts (default {NUM_RANKS_ON_CPU} "
-        "on the CPU, else one a device)",
+        help=f"the most ranks of a distributed gate, over all hosts; gates ask for 1 to "
+        f"{WORLD_SIZES[-1]} (default {NUM_RANKS_ON_CPU} on the CPU, else one a device)",
     )
     group.addoption(
         "--rank-timeout",
@@ -90,12 +90,13 @@ def session_of(config: pytest.Config) -> Session:
 def ranks(request: pytest.FixtureRequest, recipe: Recipe) -> Ranks:
     """Runs a program in several ranks: ``ranks.run(program, *arguments, world_size=2)``."""
     from harness.fixtures import seed_of
-    from harness.judge import called_by
+    from harness.judge import called_by, world_sizes_of
     from harness.ranks import Ranks
 
     item = request.node
     session = session_of(request.config)
-    return Ranks(session, recipe, seed_of(item), item.nodeid, called_by(item))
+    noted = called_by(item), world_sizes_of(item)
+    return Ranks(session, recipe, seed_of(item), item.nodeid, *noted)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

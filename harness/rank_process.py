@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from harness.collectives import Collectives
 from harness.devices import find, force_numerics
 from harness.portable import Recipe
+from harness.rank_frames import traceback_of
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 END_SIGNALS = (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT)  # of the launcher
@@ -62,7 +62,7 @@ class Job:
 
 def files(folder: Path, index: int) -> dict[str, Path]:
     """Where a rank leaves its result, its exception, its stack when ended, its collectives."""
-    kinds = ("result", "exception", "stack", "collectives")
+    kinds = ("result", "exception", "stack", "collectives", "called")
     return {kind: folder / f"rank-{index}.{kind}" for kind in kinds}
 
 
@@ -71,12 +71,11 @@ def main(folder: str) -> None:
     index = int(os.environ["RANK"])
     own = files(Path(folder), index)
     _end_with_the_launcher(own["stack"])
-    called: set[str] = set()
     try:
-        result = _run(Path(folder), index, own["collectives"], called)
-        _leave(own["result"], lambda file: torch.save((result, called), file))
+        result = _run(Path(folder), index, own)
+        _leave(own["result"], lambda file: torch.save(result, file))
     except BaseException as error:  # SystemExit too: only its files say how a rank ended
-        words = (type(error).__name__, str(error), traceback.format_exc(), time.time(), called)
+        words = (type(error).__name__, str(error), traceback_of(error), time.time())
         _leave(own["exception"], lambda file: file.write_bytes(pickle.dumps(words)))
         time.sleep(LINGER_S)
         sys.exit(1)
@@ -105,7 +104,7 @@ def _leave(file: Path, write: Callable[[Path], Any]) -> None:
     part.replace(file)
 
 
-def _run(folder: Path, index: int, collectives_file: Path, called: set[str]) -> Any:
+def _run(folder: Path, index: int, own: dict[str, Path]) -> Any:
     torch.set_num_threads(1)
     job: Job = torch.load(folder / "job", map_location="cpu", weights_only=False)
     device = _device(job.device_kind)  # before anything else looks at a device
@@ -113,12 +112,25 @@ def _run(folder: Path, index: int, collectives_file: Path, called: set[str]) -> 
     random.seed(job.seed)
     numpy.random.seed(job.seed)
     torch.manual_seed(job.seed)
-    stack = job.recipe.build(called)
+    stack = job.recipe.build(_first_calls(own["called"]))
     group = _join(job, index, device)
-    rank = Rank(index, group.size(), device, group, Collectives(collectives_file))
+    rank = Rank(index, group.size(), device, group, Collectives(own["collectives"]))
     result = job.program(rank, stack, *job.arguments)
     dist.destroy_process_group()  # who still waits for this rank is told
     return result
+
+
+def _first_calls(file: Path) -> Callable[[str], None]:
+    """Writes a role into the file at its first call, at once: the rank may be killed in it."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    called = set[str]()
+
+    def note(role: str) -> None:
+        if role not in called:
+            called.add(role)
+            os.write(descriptor, f"{role}\n".encode())
+
+    return note
 
 
 def _device(kind: str) -> torch.device:

@@ -49,12 +49,20 @@ class Session:
         self.num_ranks, self.hosts = num_ranks, hosts
         self.timeout_s, self.device_kind = timeout_s, device_kind
         self._launcher: Launcher | None = None
+        self._unmet = ""  # why the hosts never met
 
     @property
     def launcher(self) -> Launcher:
-        """Started by the first job."""
+        """Started by the first job; RuntimeError at once where that failed before."""
+        __tracebackhide__ = True
+        if self._unmet:
+            raise RuntimeError(self._unmet)
         if self._launcher is None:
-            self._launcher = Launcher(self.hosts)
+            try:
+                self._launcher = Launcher(self.hosts)
+            except RuntimeError as error:
+                self._unmet = str(error)
+                raise
         return self._launcher
 
     def describe(self) -> dict[str, Any]:
@@ -112,10 +120,12 @@ class Ranks:
     """Runs programs in ranks for one gate, on the stack that the gate has on trial."""
 
     def __init__(
-        self, session: Session, recipe: Recipe, seed: int, gate: str, called: set[str]
-    ) -> None:
+        self, session: Session, recipe: Recipe, seed: int, gate: str,
+        called: set[str], world_sizes: set[int],
+    ) -> None:  # fmt: skip
+        """``called`` and ``world_sizes`` take what the ranks called, and how many there were."""
         self._session, self._recipe, self._seed = session, recipe, seed
-        self._gate, self._called = gate, called
+        self._gate, self._called, self._world_sizes = gate, called, world_sizes
 
     def run(
         self,
@@ -138,6 +148,7 @@ class Ranks:
             RanksFailed: not all ranks finished; it says which did not, and what each did last.
             ValueError: the program is not at the top of an importable module, no rank.
         """
+        __tracebackhide__ = True
         _refuse_a_program_without_a_name(program)
         if world_size < 1:
             raise ValueError(f"world_size {world_size}: a job has at least one rank")
@@ -150,6 +161,7 @@ class Ranks:
         ends, late = self._launch(job, world_size)
         for end in ends:
             self._called |= end.called
+        self._world_sizes.add(world_size)
         failure = failure_of(ends, deadline_s, late)
         if may_fail:
             return Outcome(tuple(ends), failure)
@@ -159,6 +171,7 @@ class Ranks:
 
     def _launch(self, job: Job, world_size: int) -> tuple[list[RankEnd], bool]:
         """How every rank ended, those of other hosts too, and whether a deadline was over."""
+        __tracebackhide__ = True
         launcher, hosts = self._session.launcher, self._session.hosts
         mine = f"{self._gate}, {job.program.__qualname__} in {world_size} ranks"
         for host, theirs in enumerate(launcher.share("the job", mine, job.timeout_s + MARGIN_S)):

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.formatting import listing
 from harness.verdict import is_as_required
 
 if TYPE_CHECKING:
@@ -46,7 +47,15 @@ def _about(run: Run) -> str:
         part += f"; only a part of {', '.join(run.selection['in_part'])}"
     if run.config.option.no_faults:
         part += "; no fault was planted (--no-faults)"
-    return f"{who} on {run.config.option.device}, rung {run.config.option.rung}{part}"
+    option = run.config.option
+    return f"{who} on {option.device}, rung {option.rung}{_ranks(run.records)}{part}"
+
+
+def _ranks(records: list[dict[str, Any]]) -> str:
+    """In how many ranks gates ran, of those that ran any."""
+    sizes = sorted({size for record in records for size in record["world_sizes"]})
+    noun = "rank" if sizes == [1] else "ranks"
+    return f", in {listing([str(size) for size in sizes])} {noun}" if sizes else ""
 
 
 def verdict_table(records: list[dict[str, Any]]) -> Table:

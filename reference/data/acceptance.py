@@ -18,6 +18,7 @@ import torch
 from reference.data.manifest import TOKENIZER, DataError, Manifest, ShardRecord, read_manifest
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.shards import open_documents, open_tokens
+from reference.data.text_files import place_of
 from reference.options import whole_number
 
 EXACT, CHANGED, REFUSED = "exact", "changed", "refused"
@@ -123,8 +124,8 @@ def _decoded(
             text = tokenizer.decode(torch.from_numpy(ids))
             if hashlib.sha256(text).digest() != row["sha256"]:
                 raise DataError(
-                    f"{row['file']} row {row['row']} does not come back from {shard.tokens_file} "
-                    f"as it was tokenized"
+                    f"{place_of(row['file'], row['row'])} does not come back from "
+                    f"{shard.tokens_file} as it was tokenized"
                 )
             yield text
 

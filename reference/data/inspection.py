@@ -26,6 +26,7 @@ from reference.data.open_tokenizer import open_tokenizer
 from reference.data.order import Interleaving
 from reference.data.remarks import decoded_differently
 from reference.data.shards import open_documents
+from reference.data.text_files import place_of
 from reference.data.windows import SplitWindows
 
 NUM_PHASES = 20
@@ -115,13 +116,17 @@ def _sources(manifest: Manifest) -> Table:
     reasons = _reasons(manifest)
     for reason in reasons:
         table.add_column(reason, justify="right", overflow="fold")
-    for source in manifest.sources:
+    for split in SPLITS:
+        table.add_column(f"{split} tokens", justify="right", overflow="fold")
+    for number, source in enumerate(manifest.sources):
         counts = [source.dropped.get(reason) for reason in reasons]
+        shards = [shard for shard in manifest.shards if shard.source == number]
         weight = _weight(source)
         table.add_row(
             source.name, source.kind, source.licence or "not stated", weight,
             f"{source.num_documents:,}", f"{source.num_bytes:,}",
             *(f"{count.num_documents:,}" if count else "" for count in counts),
+            *(f"{sum(s.num_tokens for s in shards if s.split == split):,}" for split in SPLITS),
         )  # fmt: skip
     return table
 
@@ -191,12 +196,14 @@ def _decoded(
             if len(text) > SHOWN_CHARACTERS:
                 text = f"{text[: SHOWN_CHARACTERS // 2]} [...] {text[-SHOWN_CHARACTERS // 2 :]}"
             record = piece.document
-            place = record.file if record.row < 0 else f"{record.file} row {record.row}"
-            about = f"{record.source}: {place}\nfrom its token {piece.first_token:,}"
+            place = place_of(record.file, record.row)
+            about = f"{record.source}: {place}\nfrom its token {piece.first_token + 1:,}"
             shown = Text(text)
             if ends:
                 shown.append(" <EOS>", style="bold reverse")
-            table.add_row(str(number), f"{piece.start}:{piece.stop}", Text(about), shown)
+            table.add_row(
+                f"{number + 1:,}", f"{piece.start + 1} to {piece.stop}", Text(about), shown
+            )
     return table
 
 
@@ -274,8 +281,8 @@ def _per_byte(num_tokens: int, num_bytes: int) -> float:
 def _words(values: dict[str, Any], indent: str = "") -> str:
     lines = []
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             lines += [f"{indent}{name}:", _words(value, f"{indent}  ")]
-        elif not isinstance(value, list):
+        elif not isinstance(value, (dict, list)):
             lines.append(f"{indent}{name}: {value}")
     return "\n".join(lines)

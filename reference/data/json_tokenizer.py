@@ -126,8 +126,9 @@ class JsonTokenizer:
         except Exception as error:  # the library raises bare Exception where a word is unknown
             if not unknown_is_an_error:
                 return []
-            code = f" (U+{ord(text):04X})" if len(text) == 1 else ""
-            raise ValueError(f"the tokenizer cannot encode {text[:40]!r}{code}: {error}") from error
+            if len(text) == 1:
+                raise ValueError(f"no token can hold {text!r} (U+{ord(text):04X})") from error
+            raise ValueError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
         ids: list[int] = encoding.ids
         if unknown_is_an_error and self._unknown in ids:
             start, stop = encoding.offsets[ids.index(self._unknown)]

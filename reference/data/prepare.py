@@ -11,12 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from reference.checkpoint import disk
 from reference.checkpoint.files import FileRecord
@@ -24,18 +22,14 @@ from reference.checkpoint.temporary import remove
 from reference.data.acceptance import accept
 from reference.data.checking import check_shards, unchecked
 from reference.data.clean import CleanSettings
-from reference.data.clustering import REASON, Assignment, assign
+from reference.data.clustering import Assignment, assign
 from reference.data.contamination import ContaminationSettings
 from reference.data.ids import id_dtype_name
 from reference.data.manifest import (
     MANIFEST,
-    SPLITS,
     TOKENIZER,
-    Count,
     Manifest,
     ShardRecord,
-    SliceRecord,
-    SourceRecord,
     StepRecord,
     TokenizerRecord,
     manifest_bytes,
@@ -44,7 +38,7 @@ from reference.data.manifest import (
 from reference.data.near_duplicates import MARGIN, DuplicateSettings
 from reference.data.policy import PackingPolicy
 from reference.data.reading import Read, read_sources, reading_results
-from reference.data.shards import open_documents
+from reference.data.records import slice_records, source_records
 from reference.data.sources import Source, fingerprint
 from reference.data.split import require_fraction
 from reference.data.text_files import PART_BYTES
@@ -141,8 +135,10 @@ def prepare(
 
 
 def preparation_key(sources: list[Source], settings: PrepareSettings) -> str:
-    """SHA-256 of all that decides the result: sources, settings, code and libraries."""
-    hashed = hashlib.sha256(repr(settings).encode())
+    """SHA-256 of all that decides the stages' results: sources, settings, code and libraries. Not
+    the packing policy: the manifest has it, and no stage before.
+    """
+    hashed = hashlib.sha256(repr(replace(settings, policy=PackingPolicy(1))).encode())
     for source in sources:
         hashed.update(fingerprint(source).encode())
     for name in STEPS:
@@ -232,7 +228,7 @@ class _Stages:
             "contamination": asdict(settings.contamination),
         }
         return Manifest(
-            sources=_source_records(self.sources, read, assignment),
+            sources=source_records(self.sources, read, assignment),
             tokenizer=tokenizer,
             policy=settings.policy.to_json(),
             seed=settings.seed,
@@ -243,60 +239,10 @@ class _Stages:
                 for name in STEPS
             ],
             shards=shards,
-            slices=_slices(folder, shards),
+            slices=slice_records(folder, shards),
             contamination=found,
             files=files,
         )
-
-
-def _source_records(
-    sources: list[Source], read: Read, assignment: Assignment
-) -> list[SourceRecord]:
-    hashed = [hashlib.sha256() for _ in sources]
-    files: list[set[str]] = [set() for _ in sources]
-    sums = [[0, 0] for _ in sources]
-    dropped: list[dict[str, list[int]]] = [{} for _ in sources]
-    columns = ["raw_sha256", "raw_bytes", "file", "dropped"]
-    for chunk, start in enumerate(read.starts[:-1].tolist()):
-        source = read.sources[chunk]
-        table = read.documents(chunk, columns)
-        sizes = table["raw_bytes"].to_numpy()
-        hashed[source].update(b"".join(table["raw_sha256"].to_pylist()))
-        files[source].update(table["file"].unique().to_pylist())
-        sums[source][0] += len(sizes)
-        sums[source][1] += int(sizes.sum())
-        places = assignment.place[start : start + len(sizes)].tolist()
-        for reason, place, size in zip(
-            table["dropped"].to_pylist(), places, sizes.tolist(), strict=True
-        ):
-            if place < 0:
-                count = dropped[source].setdefault(reason or REASON[place], [0, 0])
-                count[0] += 1
-                count[1] += size
-    return [
-        SourceRecord(
-            name=source.name, kind=source.kind, origin=source.origin,
-            snapshot=hashed[i].hexdigest(), licence=source.licence, weight=source.weight,
-            num_files=len(files[i]), num_documents=sums[i][0], num_bytes=sums[i][1],
-            dropped={reason: Count(*count) for reason, count in sorted(dropped[i].items())},
-        )
-        for i, source in enumerate(sources)
-    ]  # fmt: skip
-
-
-def _slices(folder: Path, shards: list[ShardRecord]) -> list[SliceRecord]:
-    sums: dict[tuple[str, int, str], np.ndarray[Any, Any]] = {}
-    for shard in shards:
-        table = open_documents(folder, shard).select(["slice", "num_tokens", "num_bytes"])
-        counts = table.group_by("slice").aggregate(
-            [("num_tokens", "count"), ("num_tokens", "sum"), ("num_bytes", "sum")]
-        )
-        for row in counts.to_pylist():
-            key = (shard.split, shard.source, row["slice"])
-            own = [row["num_tokens_count"], row["num_tokens_sum"], row["num_bytes_sum"]]
-            sums[key] = sums.get(key, np.zeros(3, np.int64)) + own
-    keys = sorted(sums, key=lambda key: (SPLITS.index(key[0]), *key[1:]))
-    return [SliceRecord(*key, *sums[key].tolist()) for key in keys]
 
 
 def _code(step: str) -> str:

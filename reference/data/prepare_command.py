@@ -98,7 +98,10 @@ def _prepare(options: argparse.Namespace) -> None:
     except BaseException as error:
         work = work_folder(options.out.absolute(), key)
         if work.exists() and not options.out.exists():
-            error.add_note(f"what was done is kept in {work}: the same command goes on there")
+            error.add_note(
+                f"what was done is kept in {work}: the same command goes on there, also with "
+                f"another packing policy"
+            )
         raise
     _console().print(tables(manifest)[0])
     print(_summary(manifest, options.out, options.tokenizer))

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from reference.data.clean import CleanSettings, clean
 from reference.data.source_folders import counts_text
 from reference.data.sources import Chunk, Source, chunks, read_chunk
-from reference.data.text_files import RawDocument, kind_of
+from reference.data.text_files import kind_of, place_of
 from reference.data.work import Workers, write_table, write_whole
 
 # num_bytes, sha256: of the cleaned text, 0 and null of a dropped document; dropped: the reason.
@@ -187,7 +187,7 @@ def _read_chunk(
         try:
             cleaned = clean(document.data, settings)
         except ValueError as error:
-            raise ValueError(f"{_place(document)}: {error}") from error
+            raise ValueError(f"{place_of(document.file, document.row)}: {error}") from error
         raw = hashlib.sha256(document.data).digest()
         stays = cleaned.dropped is None
         same = cleaned.text is document.data
@@ -211,7 +211,3 @@ def _read_chunk(
     write_whole(chunk_file(folder, chunk.number, "text"), text)
     write_table(index, pa.Table.from_pylist(rows, schema=READ))
     return len(rows), len(text)
-
-
-def _place(document: RawDocument) -> str:
-    return document.file if document.row < 0 else f"{document.file} row {document.row}"

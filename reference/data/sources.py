@@ -215,7 +215,7 @@ def _dataset(source: Source) -> Iterator[RawDocument]:
         options = {**_asked(source), "split": source.options.get("split", "train")}
         stream = datasets.load_dataset(source.place, **options, streaming=True)
         for number, row in enumerate(stream):
-            where = f"{source.origin} row {number}"
+            where = f"{source.origin} row {number + 1}"
             yield row_document(row, source.place, number, source.fields, where)
 
 

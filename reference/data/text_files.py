@@ -48,6 +48,13 @@ class Fields:
     slice: str | None = None
 
 
+def place_of(file: str, row: int) -> str:
+    """A document in words: rows, and the parts of a file that was cut, count from 1 there."""
+    if row == WHOLE_FILE:
+        return file
+    return f"{file} {'part' if kind_of(Path(file)) == 'text' else 'row'} {row + 1:,}"
+
+
 def kind_of(path: Path) -> str | None:
     """ "text", "lines" or "table"; None for a file that is not read. Packed text of any inner name
     (`changelog.Debian.gz`) is text.
@@ -179,7 +186,7 @@ def _table(path: Path, name: str, fields: Fields) -> Iterator[RawDocument]:
     try:
         for batch in _record_batches(path, fields):
             for row in batch.to_pylist():
-                yield row_document(row, name, number, fields, f"{path} row {number}")
+                yield row_document(row, name, number, fields, f"{path} row {number + 1}")
                 number += 1
     except pa.ArrowException as error:
         raise ValueError(f"cannot read {path}, which may be cut off: {error}") from error

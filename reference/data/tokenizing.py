@@ -23,6 +23,7 @@ from reference.data.ids import id_dtype_name, write_ids
 from reference.data.manifest import SPLITS, TOKENIZER, TRAIN
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.reading import Read, chunk_file
+from reference.data.text_files import place_of
 from reference.data.tokenizer import ByteTokenizer
 from reference.data.work import Workers, write_arrays, write_whole
 
@@ -173,6 +174,5 @@ def _encoded(
                 tokenizer.encode_document(text)
             except ValueError as error:
                 found = read.documents(chunk, ["file", "row"]).slice(row, 1).to_pylist()[0]
-                where = found["file"] + (f" row {found['row']}" if found["row"] >= 0 else "")
-                raise ValueError(f"{where}: {error}") from error
+                raise ValueError(f"{place_of(found['file'], found['row'])}: {error}") from error
         raise

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from reference.data.folder_text import FolderText, open_folder
 from reference.data.loader import Loader, Sampled
+from reference.data.text_files import place_of
 from reference.data.windows import Piece
 from reference.options import whole_number
 
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lines(text: FolderText, loader: Loader, update: int) -> list[str]:
-    """For each row of an update, counted from 1, a line, and one for each document in it."""
+    """For each row of an update a line, and one for each document in it. Updates, rows, windows,
+    epochs and tokens count from 1.
+    """
     size = loader.settings.rows_per_update
     said = []
     for place in range((update - 1) * size, update * size):
@@ -54,8 +57,8 @@ def _row(text: FolderText, place: int, sampled: Sampled) -> str:
     targets = int(text.training.targets[sampled.source][_number_in_source(text, sampled)])
     kind = "of its size" if source.weight is None else "declared"
     return (
-        f"row {place:,}: window {sampled.window:,}, {targets:,} targets, because {source.name} has "
-        f"{sampled.share:.2%} of them ({kind}); its epoch {sampled.epoch}"
+        f"row {place + 1:,}: window {sampled.window + 1:,}, {targets:,} targets, because "
+        f"{source.name} has {sampled.share:.2%} of them ({kind}); its epoch {sampled.epoch + 1:,}"
     )
 
 
@@ -66,11 +69,11 @@ def _number_in_source(text: FolderText, sampled: Sampled) -> int:
 def _piece(piece: Piece) -> str:
     document = piece.document
     stop = piece.first_token + piece.stop - piece.start
-    row = "" if document.row < 0 else f" row {document.row:,}"
     steps = ", ".join(document.steps) or "nothing"
     return (
-        f"    {piece.start}:{piece.stop} {document.split}: tokens {piece.first_token:,}:{stop:,} "
-        f"of {document.num_tokens:,} of {document.file}{row}, {document.slice}, sha256 "
+        f"    {piece.start + 1} to {piece.stop} {document.split}: tokens {piece.first_token + 1:,} "
+        f"to {stop:,} of {document.num_tokens:,} of {place_of(document.file, document.row)}, "
+        f"{document.slice}, sha256 "
         f"{document.sha256[:HASH_CHARACTERS]}, cluster {document.cluster[:HASH_CHARACTERS]} of "
         f"{document.cluster_size:,}; cleaning did {steps}{' (again)' if piece.is_again else ''}"
     )

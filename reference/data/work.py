@@ -1,7 +1,8 @@
 """The folder in which a preparation works: finished parts stay there if it is killed.
 
-Beside DIR it is called .DIR.prepare-KEY, where KEY names sources, settings and code: what goes on
-there is the very same preparation. It is locked while a process works in it.
+Beside DIR it is called .DIR.prepare-KEY, where KEY names sources, settings and code, but not the
+packing policy: what goes on there is the very same preparation, up to the manifest. It is locked
+while a process works in it.
 
 What `reading.py`, `clustering.py` and `tokenizing.py` leave there, each writes at its top.
 """
@@ -102,7 +103,8 @@ class Workers:
             yield from map(function, tasks)
             return
         if self._pool is None:
-            self._pool = _pool(self.num_workers)
+            with _interrupts_later():
+                self._pool = _pool(self.num_workers)
         running: list[Future[Result]] = []
         try:
             for task in tasks:
@@ -143,12 +145,35 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
                 os.environ[name] = value
 
 
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """A signal that would end this process does so behind the block: workers that are just starting
+    would each report that what they were to inherit is gone.
+    """
+    if current_thread() is not main_thread():
+        yield  # signals are answered in the main thread alone
+        return
+    come: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: come.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if come:
+        signal.raise_signal(come[0])
+
+
 def _start_deaf_to_interrupts() -> None:
     """Starts the process that forks the workers: they inherit that they ignore Ctrl-C, which only
     this process answers.
     """
     if current_thread() is not main_thread():
-        return  # where no signal can be ignored, nobody waits for Ctrl-C either
+        forkserver.ensure_running()
+        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()

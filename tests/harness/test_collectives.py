@@ -13,7 +13,7 @@ from harness.ranks import Ranks, Session
 @pytest.fixture(scope="module")
 def ranks():
     session = Session(4, Hosts(), 30.0, "cpu")
-    return Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set())
+    return Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set(), set())
 
 
 @pytest.fixture

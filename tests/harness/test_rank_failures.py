@@ -15,7 +15,7 @@ SECOND = "issued 2 collectives, the last: all_reduce of 16 bytes among 3"
 def attempt():
     """Runs rank 1 into its misfortune, and returns the failure."""
     session = Session(4, Hosts(), 30.0, "cpu")
-    ranks = Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set())
+    ranks = Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set(), set())
 
     def run(how, **options):
         return ranks.run(programs.goes_wrong, how, world_size=3, **options)
@@ -83,7 +83,7 @@ def test_a_rank_that_leaves_out_a_collective(attempt):
 )
 def test_ranks_that_issue_different_collectives_are_told_where_they_part(how, other):
     session = Session(2, Hosts(), 30.0, "cpu")
-    ranks = Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set())
+    ranks = Ranks(session, Recipe("reference.stack", (), "cpu", None), 0, "a test", set(), set())
     failure = ranks.run(programs.part, how, world_size=2, timeout_s=5.0, may_fail=True).failure
     assert failure.parting == 1
     told = str(failure)

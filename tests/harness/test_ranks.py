@@ -19,7 +19,7 @@ RECIPE = Recipe("reference.stack", (), "cpu", None)
 
 
 def ranks_of(session, recipe=RECIPE):
-    return Ranks(session, recipe, seed=5, gate="a test", called=set())
+    return Ranks(session, recipe, seed=5, gate="a test", called=set(), world_sizes=set())
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def test_the_command_prepares_inspects_and_draws(folder, tmp_path, capsys, monke
         "tokens per byte",
         "part of an epoch",
         "<EOS>",
-        "its token 0",
+        "its token 1",
     ):
         assert words in shown
     assert drawing.read_bytes().startswith(b"\x89PNG") and drawing.stat().st_size > 10_000

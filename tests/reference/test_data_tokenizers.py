@@ -198,7 +198,7 @@ def test_a_document_that_is_not_what_was_tokenized_is_named(tmp_path):
     shard = tmp_path / manifest.shards[0].tokens_file
     shard.write_bytes(shard.read_bytes().replace(b"c\0a\0t\0", b"d\0o\0g\0"))
     slices = written_slices(tmp_path, manifest, ByteTokenizer(), 9)
-    with pytest.raises(ValueError, match=r"file 0 row 0 does not come back from train/shard-00000"):
+    with pytest.raises(ValueError, match=r"file 0 row 1 does not come back from train/shard-00000"):
         accept(ByteTokenizer(), slices)
 
 

@@ -155,11 +155,30 @@ def test_text_that_may_be_contaminated_is_refused(tmp_path, contamination, messa
     [
         (["--corpus", "language"], "--data brings its own text"),
         (["--row-tokens", "9"], "--data brings its own text"),
-        (["--preset", "chargpt-smoke"], "rows have 48 tokens, the model 32 positions"),
+        (
+            ["--preset", "chargpt-smoke"],
+            "the model 32 positions; choose another --window-tokens of prepare",
+        ),
     ],
 )
 def test_options_that_do_not_go_with_a_folder_are_refused(folder, arguments, message, capsys):
     assert message in refused(capsys, "--data", folder, *arguments)
+
+
+def test_what_the_manifest_warns_of_is_said_before_training(tmp_path, capsys):
+    found = {
+        "status": "complete", "num_shared_documents": 0, "num_overlapping_documents": 83,
+        "num_validation_documents": 158, "threshold": 0.5, "ngram_words": 13,
+        "num_decoded_differently": 7,
+        "decoded_differently": [
+            {"split": "train", "source": 1, "slice": "all", "num_documents": 7}
+        ],
+    }  # fmt: skip
+    write_folder(tmp_path, sources(), PackingPolicy(48), contamination=found)
+    assert run(tmp_path) == 0
+    overlap, changed = [s for s in capsys.readouterr().err.splitlines() if s.startswith("warning")]
+    assert "held-out loss is on text of which 83 of 158 documents have 50% or more of" in overlap
+    assert "does not give back 7 documents as they were (7 in train source 1 all)" in changed
 
 
 def test_no_folder_is_refused(tmp_path, capsys):
@@ -237,7 +256,7 @@ def test_an_update_is_traced_to_its_documents(folder, capsys):
     assert trace.main([str(folder), "--update", "2", "--seed", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith("row ")]
-    assert len(rows) == 16 and rows[0].startswith("row 16: window ")
+    assert len(rows) == 16 and rows[0].startswith("row 17: window ")
     assert re.search(r"targets, because source \d has [\d.]+% of them \(of its size\)", rows[0])
     text = open_folder(folder, STACK)
     window = next(itertools.islice(text.windows(3, 2), 1, None))
@@ -250,6 +269,6 @@ def test_an_update_is_traced_to_its_documents(folder, capsys):
                 assert list(traced) == [t if t < 256 else 0 for t in tokens[row].tolist()]
             traced, row = b"", row + 1
         else:
-            begin, end = map(int, re.search(r"tokens (\d+):(\d+) of", line).groups())
+            begin, end = map(int, re.search(r"tokens (\d+) to (\d+) of", line).groups())
             name = re.search(r"sha256 (\w+)", line)[1]
-            traced = (traced + (texts[name] + b"\0")[begin:end])[: tokens.shape[1]]
+            traced = (traced + (texts[name] + b"\0")[begin - 1 : end])[: tokens.shape[1]]
