@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Failure:
 
     ``kind``: "died" if any died without a word, else "hung" if the deadline ended them, else
     "raised". ``ranks``: those that died; those that hung with the fewest collectives, for whom
-    the others wait; or the one that raised first, with all that raised the same. ``ends`` has
+    the others wait; or the one that raised first, with all that raised the same words. ``ends`` has
     every rank, in their order.
     """
 
@@ -160,11 +161,16 @@ def failure_of(ends: Sequence[RankEnd], timeout_s: float, late: bool) -> Failure
         return Failure("died", died, tuple(ends), timeout_s)
     first = min(ends, key=lambda end: end.ended_s)
     if not late:
-        same = tuple(end.index for end in ends if end.words == first.words)
+        same = tuple(end.index for end in ends if _no_numbers(end) == _no_numbers(first))
         return Failure("raised", same, tuple(ends), timeout_s)
     fewest = min(len(end.collectives) for end in ends)
     silent = tuple(end.index for end in ends if len(end.collectives) == fewest)
     return Failure("hung", silent, tuple(ends), timeout_s)
+
+
+def _no_numbers(end: RankEnd) -> str:
+    """Its words without the numbers, which may be a rank's own: its index, a port."""
+    return re.sub(r"\d+", "", end.words)
 
 
 class RanksFailed(RuntimeError):

@@ -91,8 +91,9 @@ def assign(
     for index, name in enumerate(SPLITS):
         if not (assignment.place == index).any():
             raise ValueError(
-                f"no document is left for {name}: {results_text(assignment)}; give more text, or "
-                f"another --validation-fraction or --seed"
+                f"no document is left for {name}: {results_text(assignment)}; give more "
+                f"documents (a text file is one, a line of .jsonl is one), or another "
+                f"--validation-fraction or --seed"
             )
     return assignment
 

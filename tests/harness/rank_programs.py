@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+ROLES = {"swiglu": lambda gate, up: gate * up}  # as a candidate: which calls of a rank are noted
 WIDTH = 64
 LINEAR_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
@@ -36,8 +37,10 @@ def a_role(rank, stack, x):
 
 
 def goes_wrong(rank, stack, how):
-    """Rank 1 does not come to the second of two all-reduces."""
+    """Rank 1 calls a role, and does not come to the second of two all-reduces."""
     x = torch.ones(4)
+    if rank.index == 1:
+        stack.swiglu(x, x)
     dist.all_reduce(x)
     print("a line of rank", rank.index, flush=True)
     if rank.index == 1:
@@ -67,6 +70,16 @@ def part(rank, stack, how):
     else:
         dist.all_reduce(torch.ones(2))
     dist.barrier()
+
+
+def fail_alike(rank, stack):
+    """All ranks raise the same."""
+    dist.barrier()
+    raise ValueError("first line\nsecond line")
+
+
+def fail_within_torch(rank, stack):
+    torch.nn.Linear(2, 2)(torch.ones(3))
 
 
 def unpicklable(rank, stack):

@@ -1,14 +1,18 @@
 """A program runs in several ranks, and every rank's result comes back."""
 
 import multiprocessing
+import pickle
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import rank_programs as programs
 import torch
 
+import harness.launcher
 import harness.ranks
 from harness.launcher import Hosts, Launcher
 from harness.portable import Recipe
@@ -64,7 +68,7 @@ def test_the_stack_is_that_of_the_recipe(session):
 
 
 def test_a_result_that_cannot_be_pickled_is_the_ranks_own_failure(ranks):
-    with pytest.raises(RanksFailed, match=r"of 2 ranks, rank [01] raised an exception") as caught:
+    with pytest.raises(RanksFailed, match=r"of 2 ranks, rank .* raised an exception") as caught:
         ranks.run(programs.unpicklable, world_size=2)
     assert "pickle" in str(caught.value)
 
@@ -112,6 +116,34 @@ def test_a_port_that_is_taken():
     script = f"from harness.launcher import Hosts, Launcher; Launcher(Hosts(2, 0, {taken!r}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert f"RuntimeError: the ranks' store cannot listen at {taken}" in done.stderr
+
+
+@pytest.fixture
+def endpoint():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return f"localhost:{probe.getsockname()[1]}"
+
+
+def test_a_host_that_says_nothing_is_named(endpoint):
+    launcher = Launcher(Hosts(3, 0, endpoint))
+    launcher._store.set("hosts/0/the job/1", pickle.dumps("here"))
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"^host 2 told nothing of the job within 1 s.*"
+                                               "--rank-timeout gives"):  # fmt: skip
+            launcher.share("the job", "here", 1.0)
+    assert time.monotonic() - start < 0.5, "the second time at once"
+
+
+def test_a_first_host_that_never_came_is_waited_for_once(endpoint, monkeypatch):
+    monkeypatch.setattr(harness.launcher, "MEETING_S", 1)
+    session = Session(4, Hosts(2, 1, endpoint), 30.0, "cpu")
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"finds no first host at {endpoint}: "):
+            _ = session.launcher
+    assert time.monotonic() - start < 0.5, "the second time at once"
 
 
 def test_the_handlers_of_signals_are_as_before(ranks):

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import signal
 import socket
 import subprocess
@@ -100,9 +101,34 @@ def test_a_crash_in_a_rank_is_an_error(toy6):
     toy6.candidate("def double(x):\n    return 1 / 0\n\nROLES = {'double': double}")
     assert run(toy6, "--candidate", "mine", "--no-faults", "--ranks", "2").ret == 1
     assert toy6.verdicts() == ["ERROR", "ERROR"]
-    reason = toy6.evidence("gate")[1]["reason"]
-    assert "RanksFailed: of 2 ranks, rank" in reason
-    assert "ZeroDivisionError" in reason
+    record = toy6.evidence("gate")[1]
+    assert "RanksFailed: of 2 ranks, rank" in record["reason"]
+    assert "ZeroDivisionError" in record["reason"]
+    assert 'mine.py", line 2, in double' in record["rank_logs"]
+    assert "mine.py&#34;, line 2, in double" in (toy6.folder / "report.html").read_text()
+
+
+def test_a_crash_is_told_once(toy6):
+    toy6.candidate("def double(x):\n    return 1 / 0\n\nROLES = {'double': double}")
+    output = run(toy6, "--candidate", "mine", "--no-faults", "-k", "1").outlines
+    assert sum("return 1 / 0" in line for line in output) == 1, "its traceback"
+    assert sum("it issued 0 collectives" in line for line in output) == 2, "and under the table"
+    assert not any("ranks.py" in line or "__tracebackhide__" in line for line in output)
+    assert any(re.search(r"m6_toy.py:\d+: in the gate", line) for line in output)
+    assert len(output) < 45
+    assert "return 1 / 0" not in (toy6.folder / "summary.md").read_text()
+
+
+def test_a_role_that_a_hung_rank_called_was_on_trial(toy6):
+    toy6.candidate("def double(x):\n    import time; time.sleep(99)\n\nROLES = {'double': double}")
+    run(toy6, "--candidate", "mine", "--no-faults", "-k", "1", "--rank-timeout", "1")
+    assert toy6.evidence("gate")[0]["called"] == ["double"]
+    assert "was not on trial" not in " ".join(toy6.end()["problems"])
+
+
+def test_the_last_lines_say_in_how_many_ranks_gates_ran(toy6):
+    result = run(toy6, "--ranks", "100", "--no-faults")
+    assert "rung L0, in 1, 2, 3 and 4 ranks" in " ".join(result.outlines)
 
 
 def test_a_variant_that_no_rank_can_find_is_an_error(toy6):
