@@ -107,9 +107,10 @@ def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
     for warning in warnings(folder.manifest) if folder and ranks.index == 0 else []:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     windows = text.windows(options.seed, options.updates)
-    plain = copy.deepcopy(start.model) if ranks.mesh else start.model
     if not _is_resumed(options) and ranks.index == 0:
-        print(f"before: {_score(stack, plain, text, options.device)}", flush=True)
+        print(f"before: {_score(stack, start.model, text, options.device)}", flush=True)
+    # In the host's memory: a shard is to be all that a device holds.
+    plain = copy.deepcopy(start.model).cpu() if ranks.mesh else start.model
     result, signal_name = _train(options, stack, start, text, windows, ranks)
     counters = result.counters
     if result.stopped:
@@ -120,6 +121,7 @@ def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
     if ranks.mesh:
         several_ranks.copy_whole(result.model, plain)
     if ranks.index == 0:
+        plain.to(options.device)
         print(
             f"{counters.optimizer_steps} updates, {counters.tokens_updated:,} tokens; "
             f"{_score(stack, plain, text, options.device)}{text.remark}"
