@@ -13,6 +13,7 @@ Source: Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, ch
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ Similar = Callable[[Places, Places], npt.NDArray[np.bool_]]
 KEEP = ("one", "all")
 MARGIN = 0.1
 MOST_KNOWN = 2**19  # some 120 MB
+MOST_EXACT = 64  # comparisons of one document by its set
 _Q = np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -135,6 +137,10 @@ class Verified:
 
     estimate(left, right): the shares of equal numbers of the pairs; text_of: of one document, for
     the pairs that are compared by their sets. Up to MOST_KNOWN of those are remembered.
+
+    n documents of one template that are all a little less alike than the threshold are n^2 / 2
+    pairs. A document that was compared MOST_EXACT times by its set is from then on like another
+    one only where the share is above the threshold by MARGIN: it rather stays than goes.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class Verified:
     ) -> None:
         self._estimate, self._text_of, self._settings = estimate, text_of, settings
         self._known: dict[tuple[int, int], bool] = {}
+        self._num_exact: Counter[int] = Counter()
 
     def __call__(self, left: Places, right: Places) -> npt.NDArray[np.bool_]:
         share = self._estimate(left, right)
@@ -156,9 +163,12 @@ class Verified:
     def _exact(self, left: int, right: int) -> bool:
         pair = (left, right)
         if pair not in self._known:
+            if self._num_exact[right] >= MOST_EXACT:
+                return False
+            self._num_exact[right] += 1
             texts = self._text_of(left), self._text_of(right)
             found = jaccard(*texts, self._settings.shingle_words)
-            if len(self._known) >= MOST_KNOWN:  # n documents of one template are n^2 / 2 pairs
+            if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known[pair] = found >= self._settings.threshold
         return self._known[pair]

@@ -14,7 +14,7 @@ from prepared import content, lines, prepared, settings, text_folder, texts
 
 from reference.checkpoint import disk
 from reference.data.manifest import read_manifest
-from reference.data.near_duplicates import DuplicateSettings, Verified, deduplicate
+from reference.data.near_duplicates import DuplicateSettings
 from reference.data.open_tokenizer import open_tokenizer
 from reference.data.prepare import preparation_key, prepare
 from reference.data.prepare_command import main
@@ -230,23 +230,6 @@ def test_near_duplicates_are_sampled_and_told(tmp_path):
     manifest = prepared(tmp_path / "blind", tmp_path / "rows.jsonl", duplicates=blind)
     (step,) = [step for step in manifest.steps if step.name == "duplicates"]
     assert step.results["sampled_num_missed"] > 10, "missed pairs are told"
-
-
-def test_what_is_known_of_pairs_does_not_fill_the_memory(monkeypatch):
-    (first,) = texts(1, num_words=100)
-    shared = " ".join(first.split()[:88])  # any two of them have a similarity of 0.78
-    documents = [f"{shared} {end}".encode() for end in texts(12, seed=3, num_words=12)]
-    whole, sizes, exact = deduplicate(documents, DuplicateSettings()), [], Verified._exact
-
-    def noted(verified, *pair):
-        found = exact(verified, *pair)
-        sizes.append(len(verified._known))
-        return found
-
-    monkeypatch.setattr("reference.data.near_duplicates.MOST_KNOWN", 7)
-    monkeypatch.setattr(Verified, "_exact", noted)
-    assert deduplicate(documents, DuplicateSettings()) == whole
-    assert len(sizes) > 66 and max(sizes) == 7
 
 
 def test_ids_are_as_wide_as_the_vocabulary_needs(folder, tmp_path):

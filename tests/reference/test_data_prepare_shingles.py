@@ -1,4 +1,4 @@
-"""Runs of words, against the plainest way of counting them."""
+"""Runs of words, against the plainest way of counting them; how often documents are compared."""
 
 import re
 
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prepared import texts
 
 from reference.data import shingles as module
+from reference.data.near_duplicates import DuplicateSettings, Verified, deduplicate
 from reference.data.shingles import jaccard, shingles
 
 WORD = re.compile(r"[\u3000-\U0010ffff]|[0-9A-Za-z_\u0080-\u2fff]+")
@@ -53,3 +55,40 @@ def test_jaccard_of_known_sets():
 def test_no_words_asked_for_is_refused():
     with pytest.raises(ValueError, match="num_words is 0"):
         shingles([b"a"], 0)
+
+
+def test_what_is_known_of_pairs_does_not_fill_the_memory(monkeypatch):
+    (first,) = texts(1, num_words=100)
+    shared = " ".join(first.split()[:88])  # any two of them have a similarity of 0.78
+    documents = [f"{shared} {end}".encode() for end in texts(12, seed=3, num_words=12)]
+    whole, sizes, exact = deduplicate(documents, DuplicateSettings()), [], Verified._exact
+
+    def noted(verified, *pair):
+        found = exact(verified, *pair)
+        sizes.append(len(verified._known))
+        return found
+
+    monkeypatch.setattr("reference.data.near_duplicates.MOST_KNOWN", 7)
+    monkeypatch.setattr(Verified, "_exact", noted)
+    assert deduplicate(documents, DuplicateSettings()) == whole
+    assert len(sizes) > 66 and max(sizes) == 7
+
+
+def test_documents_of_one_template_are_not_all_compared_with_all(monkeypatch):
+    (first,) = texts(1, num_words=100)
+    shared = " ".join(first.split()[:86])  # any two of them have a similarity of 0.74
+    documents = [f"{shared} {end}".encode() for end in texts(40, seed=3, num_words=14)]
+    documents += [documents[7] + b" again", documents[30] + b" again"]  # and these are duplicates
+    compared = []
+
+    def counted(*arguments):
+        compared.append(arguments)
+        return jaccard(*arguments)
+
+    monkeypatch.setattr("reference.data.near_duplicates.jaccard", counted)
+    whole = deduplicate(documents, DuplicateSettings())
+    assert whole.kept == list(range(40)) and len(compared) > 400
+    monkeypatch.setattr("reference.data.near_duplicates.MOST_EXACT", 3)
+    compared.clear()
+    assert deduplicate(documents, DuplicateSettings()) == whole
+    assert 0 < len(compared) <= 3 * len(documents)
