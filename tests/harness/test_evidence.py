@@ -168,7 +168,10 @@ def test_an_interrupt_in_the_middle_of_a_line_leaves_whole_lines(tmp_path, delay
         process.stdout.readline()
         time.sleep(delay_ms / 1000)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        try:
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()  # or it would write until the disk is full
     records = read(tmp_path / "run")
     assert records[-1]["interrupted"] is True
     assert [record["index"] for record in records] == list(range(len(records)))
