@@ -15,6 +15,10 @@ from reference.update import Counters
 
 EXACT = "distributed anew, no bit changes: a checkpoint is of a run, not of so many ranks"
 DEADLINE_S = rank_checkpoints.DEADLINE_S
+PLACEMENTS = {
+    2: ["sharded", "replicated"],
+    4: ["sharded", "replicas of shards", "sharded twice"],
+}
 
 
 def differing(found, want):
@@ -24,30 +28,30 @@ def differing(found, want):
 
 @gate(
     claim="parameters, moments and steps that 1 process saved come back, bit for bit and tied as "
-    "they were, on 2 and on 4 ranks, sharded or replicated, and from there on 1",
+    "they were, on 2 ranks or on 2 and then 4, sharded or replicated, and from there on 1",
     roles=["save", "load"],
     not_claimed="tensor parallelism, whose placements are refused",
     source="pytorch/pytorch#108869, #126595, pytorch/torchtitan#811: 6 rows over 4 ranks are 2, 2, "
     "2 and none; NVIDIA-NeMo/Automodel PR#2511: the tie",
 )
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_reshard(stack, ranks, head, rng, tmp_path, check):
+def test_reshard(stack, ranks, world_size, head, rng, tmp_path, check):
     state = rank_checkpoints.state_of(stack, rng, tied=head == "tied")
     training = state.training(stack)
     want = rank_checkpoints.found_in(training)
     want["position"] = repr(rank_checkpoints.POSITION)
     rank_checkpoints.keep(stack, training, tmp_path / "1")
-    stages = {2: ["sharded", "replicated"], 4: ["sharded", "replicas of shards", "sharded twice"]}
     source = tmp_path / "1"
-    for world_size, placements in stages.items():
-        plan = [(name, tmp_path / f"{world_size} {name}") for name in placements]
-        results = ranks.run(rank_checkpoints.passed_on, state, source, plan, world_size=world_size)
+    for size in (size for size in PLACEMENTS if size <= world_size):
+        plan = [(name, tmp_path / f"{size} {name}") for name in PLACEMENTS[size]]
+        results = ranks.run(rank_checkpoints.passed_on, state, source, plan, world_size=size)
         for rank, result in enumerate(results):
-            for name, found in zip(placements, result, strict=True):
-                check(f"what differs on rank {rank} of {world_size}, {name}",
+            for name, found in zip(PLACEMENTS[size], result, strict=True):
+                check(f"what differs on rank {rank} of {size}, {name}",
                       differing(found, want), equal=[], because=EXACT)  # fmt: skip
         source = plan[-1][1]
-    for folder in (tmp_path / "4 sharded", source):
+    for folder in (tmp_path / f"{world_size} sharded", source):
         fresh = rank_checkpoints.blank(state).training(stack)
         found = rank_checkpoints.go_on(stack, fresh, folder)
         check(f"what differs on 1 process, from {folder.name}", differing(found, want), equal=[],
@@ -62,12 +66,15 @@ def test_reshard(stack, ranks, head, rng, tmp_path, check):
     source="nvidia-cosmos/cosmos-rl PR#550: valid when the configuration is there, not when all "
     "ranks have finished",
 )
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("how", ["missing", "slow"])
-def test_rank_that_waits(stack, ranks, how, rng, tmp_path, check):
+def test_rank_that_waits(stack, ranks, world_size, how, rng, tmp_path, check):
     state = rank_checkpoints.state_of(stack, rng, tied=True)
-    results = ranks.run(rank_checkpoints.saved_without, state, tmp_path / "run", how, world_size=3)
+    arguments = (state, tmp_path / "run", how)
+    results = ranks.run(rank_checkpoints.saved_without, *arguments, world_size=world_size)
+    last = f"rank {world_size - 1}"
     for rank, (told, seconds) in enumerate(results[:-1]):
-        check(f"rank {rank} names rank 2", "rank 2" in told, equal=True,
+        check(f"rank {rank} names {last}", last in told, equal=True,
               because="who has waited must know for whom")  # fmt: skip
         check(f"seconds until rank {rank} says so", seconds, at_most=5 * DEADLINE_S,
               because=f"a deadline of {DEADLINE_S:g} s, on a busy machine")  # fmt: skip
@@ -142,9 +149,10 @@ DAMAGES = {"missing": missing, "changed byte": changed_byte, "pickle": pickled}
     not_claimed="when tensors are allocated: tests/reference/test_checkpoint_ranks.py",
     source="issue 5, point 3; one rank that refuses while the others go on waits for ever",
 )
-def test_refused(stack, ranks, rng, tmp_path, check):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_refused(stack, ranks, world_size, rng, tmp_path, check):
     state = rank_checkpoints.state_of(stack, rng, tied=True)
-    ranks.run(rank_checkpoints.saved_whole, state, tmp_path / "run", world_size=3)
+    ranks.run(rank_checkpoints.saved_whole, state, tmp_path / "run", world_size=world_size)
     saved, folders, files = latest(tmp_path / "run"), {}, {}
     for damage, apply in DAMAGES.items():
         for index, file in enumerate(sorted(saved.glob("*.safetensors"))):

@@ -18,6 +18,7 @@ from reference.checkpoint.shards import Box, Shard
 
 FILE = "m6_checkpoint::"
 RESHARD, WAITS = f"{FILE}test_reshard", f"{FILE}test_rank_that_waits"
+SLOW = f"{WAITS}[slow-2]", f"{WAITS}[slow-3]"
 KILLED, REFUSED = f"{FILE}test_killed_rank", f"{FILE}test_refused"
 
 
@@ -26,7 +27,7 @@ KILLED, REFUSED = f"{FILE}test_killed_rank", f"{FILE}test_refused"
 
 @fault(
     role="load",
-    caught_by=RESHARD,
+    caught_by=[f"{RESHARD}[tied-4]", f"{RESHARD}[untied-4]"],
     seen_in="pytorch/pytorch#108869, #126595, pytorch/torchtitan#811",
 )
 def gives_every_rank_the_whole_quotient(reference):
@@ -80,7 +81,7 @@ def every_rank_writes_its_own_count_of_steps(reference):
 
 @fault(
     role="save",
-    caught_by=f"{RESHARD}[untied]",
+    caught_by=[f"{RESHARD}[untied-2]", f"{RESHARD}[untied-4]"],
     seen_in="NVIDIA-NeMo/Automodel#2571, verl-project/verl#7834",
 )
 def builds_the_head_of_shards_from_the_embedding(reference):
@@ -97,7 +98,7 @@ def builds_the_head_of_shards_from_the_embedding(reference):
 
 @fault(
     role="load",
-    caught_by=f"{RESHARD}[tied]",
+    caught_by=[f"{RESHARD}[tied-2]", f"{RESHARD}[tied-4]"],
     seen_in="NVIDIA-NeMo/Automodel PR#2511, facebookresearch/lingua PR#75",
 )
 def unties_the_shards(reference):
@@ -238,7 +239,7 @@ def refuses_shards_without_a_name(reference):
 
 # --- right, in another way ---------------------------------------------------------------------
 
-SAVED = [RESHARD, f"{WAITS}[slow]", f"{KILLED}[second-rank-writes]", REFUSED]
+SAVED = [RESHARD, *SLOW, f"{KILLED}[second-rank-writes]", REFUSED]
 
 
 @benign(role="save", accepted_by=SAVED, because="who waits for the thread sees no difference")
@@ -254,7 +255,7 @@ def ranks_save_in_a_thread(reference):
 
 @benign(
     role="save",
-    accepted_by=[f"{WAITS}[slow]", REFUSED],
+    accepted_by=[*SLOW, REFUSED],
     because="equal copies are equal, whoever writes them",
 )
 def the_first_rank_writes_all_copies(reference):
