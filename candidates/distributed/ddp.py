@@ -66,18 +66,9 @@ def accumulate_by(
 ) -> WindowSums:
     """Backwards factor * S_r / N on every rank, then divides by loss_scale."""
     loss_model: Any = token_loss.wrapped(model, DistributedDataParallel, group)
-    device = token_loss.device_of(model)
-    counts = [window.num_targets, window.num_tokens]
-    num_targets, num_tokens = token_loss.sum_counts(counts, group, device)
-    model.zero_grad(set_to_none=True)
-    nll_sum = 0.0
-    if num_targets:
-        nll_sum = token_loss.backward_all(
-            loss_model, window, factor / num_targets, unsynchronized(loss_model)
-        )
-        token_loss.divide(model.parameters(), loss_scale)
-    (nll_sum,) = token_loss.sum_floats([nll_sum], group, device)
-    return WindowSums(nll_sum, num_targets, num_tokens)
+    return token_loss.accumulate(
+        loss_model, window, group, factor, loss_scale, unsynchronized(loss_model)
+    )
 
 
 def unsynchronized(model: Any) -> Any:

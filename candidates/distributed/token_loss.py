@@ -71,6 +71,31 @@ def backward_all(
     return float(torch.stack(nll_sums).cpu().double().sum())
 
 
+def accumulate(
+    loss_model: nn.Module,
+    window: Any,
+    group: Any,
+    factor: float,
+    loss_scale: float,
+    unsynchronized: AbstractContextManager[Any],
+) -> WindowSums:
+    """Backwards factor * S_r / N on every rank, then divides the gradients by loss_scale.
+
+    N, the targets of all ranks, is known before the first backward; without one no gradient is
+    left. loss_model: from `wrapped`. unsynchronized: as in `backward_all`. Returns the sums over
+    all ranks.
+    """
+    device = device_of(loss_model)
+    num_targets, num_tokens = sum_counts([window.num_targets, window.num_tokens], group, device)
+    loss_model.zero_grad(set_to_none=True)
+    nll_sum = 0.0
+    if num_targets:
+        nll_sum = backward_all(loss_model, window, factor / num_targets, unsynchronized)
+        divide(loss_model.parameters(), loss_scale)
+    (nll_sum,) = sum_floats([nll_sum], group, device)
+    return WindowSums(nll_sum, num_targets, num_tokens)
+
+
 def _backward(model: nn.Module, microbatch: Any, factor: float) -> Tensor:
     nll_sum = loss_of(model, microbatch)
     (nll_sum * factor).backward()
