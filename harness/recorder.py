@@ -266,3 +266,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         from harness.summary import write_summary
 
         write_summary(terminalreporter, run)
+        # In CI pytest's last lines would repeat every reason, traceback and all.
+        config.option.force_short_summary = True
