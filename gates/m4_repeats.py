@@ -190,6 +190,35 @@ def results_of(role, job):
 
 
 @gate(
+    claim="a retained graph gives the same gradients again, bit for bit, and leaves those that it "
+    "gave before as they were",
+    roles=ROLES,
+    not_claimed="gradients of gradients",
+    source="torch.autograd.grad, retain_graph; linkedin/Liger-Kernel: element_mul_kernel and "
+    "LigerSiLUMulFunction store gradients into what the forward had saved",
+)
+@pytest.mark.parametrize("role", ROLES)
+def test_second_backward(stack, role, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        prepared = Prepared(stack, EXAMPLES[role](rng), dtype, device, rng)
+        forward = operators.forward_of(prepared.case, prepared.role, prepared.tensors)
+
+        def gradients(factor, retain_graph=True, prepared=prepared, forward=forward):
+            scaled = {name: factor * dy for name, dy in prepared.cotangents.items()}
+            return operators.backward_of(forward, prepared.tensors, scaled, retain_graph)
+
+        first = gradients(1.0)
+        copies = {name: x.clone() for name, x in first.items()}
+        gradients(0.5)
+        check(f"{operators.short(dtype)}: elements of the first gradients that changed",
+              differing(first, copies), equal=0, because="others hold them")  # fmt: skip
+        again = gradients(1.0, retain_graph=False)
+        check(f"{operators.short(dtype)}: elements of the last gradients that differ",
+              differing(again, copies), equal=0,
+              because="one graph, the same cotangents")  # fmt: skip
+
+
+@gate(
     claim="under activation checkpointing, where the forward runs again in the backward, outputs "
     "and gradients have the same bits",
     roles=ROLES,

@@ -106,13 +106,17 @@ def forward_of(
 
 
 def backward_of(
-    forward: dict[str, Tensor], tensors: dict[str, Tensor], cotangents: dict[str, Tensor]
+    forward: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    cotangents: dict[str, Tensor],
+    retain_graph: bool = False,
 ) -> dict[str, Tensor]:
     """The gradient of every tensor."""
     outputs = [forward[name] for name in cotangents]
     gradients = torch.autograd.grad(
-        outputs, list(tensors.values()), list(cotangents.values()), materialize_grads=True
-    )
+        outputs, list(tensors.values()), list(cotangents.values()), retain_graph,
+        materialize_grads=True,
+    )  # fmt: skip
     return {f"d{name}": gradient for name, gradient in zip(tensors, gradients, strict=True)}
 
 

@@ -136,11 +136,8 @@ def accumulate(model: Any, window: Window, group: Any, loss_scale: float = 1.0) 
         return WindowStats(0.0, 0, num_tokens)
     nll_sums = []
     for microbatch in window.microbatches:
-        hidden_BTD = model(microbatch.input_ids, microbatch.positions, microbatch.documents)
-        nll, _ = model.stack.token_nll(
-            hidden_BTD.flatten(0, 1), model.lm_head.weight, microbatch.labels.flatten()
-        )
-        (nll / num_targets * loss_scale).backward()
+        nll = _summed_loss(model, microbatch)
+        (nll / num_targets * loss_scale).backward()  # type: ignore[no-untyped-call]
         nll_sums.append(nll.detach().clone())  # an operator may use its output's memory again
     nll_sum = sum(map(float, nll_sums))  # no wait for the device between microbatches
     sum_gradients(parameters, group)
@@ -152,6 +149,15 @@ def accumulate(model: Any, window: Window, group: Any, loss_scale: float = 1.0) 
 @torch.no_grad()
 def _divide_gradients(parameters: list[Tensor], divisor: float) -> None:
     torch._foreach_div_([p.grad for p in parameters if p.grad is not None], divisor)
+
+
+def _summed_loss(model: Any, microbatch: Any) -> Tensor:
+    """nll_sum in nats. The hidden states have no name outside: a loss may not need them again."""
+    hidden_BTD = model(microbatch.input_ids, microbatch.positions, microbatch.documents)
+    nll_sum: Tensor = model.stack.token_nll(
+        hidden_BTD.flatten(0, 1), model.lm_head.weight, microbatch.labels.flatten()
+    )[0]
+    return nll_sum
 
 
 def update_window(

@@ -163,9 +163,12 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+def _differentiate(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, None
     return *_attention_backward(dout, *ctx.saved_tensors), None
 
 

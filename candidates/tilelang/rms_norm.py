@@ -106,9 +106,12 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tenso
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.set_materialize_grads(False)  # no zeros for the inverse RMS
 
 
-def _differentiate(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
+def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None
     return *_rms_norm_backward(dy, *ctx.saved_tensors), None
 
 
@@ -151,10 +154,15 @@ def _(
 
 def _keep_total(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[1], inputs[2], output[2])
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate_sum(ctx: Any, dy: Tensor, dtotal: Tensor, _: Any) -> tuple[Any, ...]:
-    dx, dweight = _add_rms_norm_backward(dy, dtotal, *ctx.saved_tensors)
+def _differentiate_sum(
+    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: under activation checkpointing it computes
+    dy, dtotal = (torch.zeros_like(saved[0]) if d is None else d for d in (dy, dtotal))
+    dx, dweight = _add_rms_norm_backward(dy, dtotal, *saved)
     return dx, dx, dweight, None
 
 

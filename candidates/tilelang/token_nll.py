@@ -62,14 +62,18 @@ def _(
     return nll_sum, labels.new_empty((), dtype=torch.int64), dhidden, dweight
 
 
+def _scale(x: Tensor, factor: Tensor, y: Tensor) -> None:
+    line = line_of(x)
+    if x.numel():
+        lines = x.view(-1, line), dense(factor).view(1), y.view(-1, line)
+        launch(scaled, dialect_of(x), (line, dtype_name("token_nll", x)), *lines)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::scaled", mutates_args=())
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor; the factor, a float32 scalar, is not rounded to x's dtype."""
-    y, line = x.new_empty(x.shape), line_of(x)
-    if x.numel():
-        x_lines, y_lines = dense(x).view(-1, line), y.view(-1, line)
-        parameters = (line, dtype_name("token_nll", x))
-        launch(scaled, dialect_of(x), parameters, x_lines, dense(factor).view(1), y_lines)
+    y = x.new_empty(x.shape)
+    _scale(dense(x), factor, y)
     return y
 
 
@@ -78,17 +82,44 @@ def _(x: Tensor, factor: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op(f"{NAMESPACE}::scale_", mutates_args=("x",))
+def _scale_in_place(x: Tensor, factor: Tensor) -> None:
+    """The same, and x takes the result."""
+    _scale(x, factor, x)
+
+
+@_scale_in_place.register_fake
+def _(x: Tensor, factor: Tensor) -> None:
+    return None
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[2], output[3])
     ctx.needed = inputs[3]
+    ctx.set_materialize_grads(False)  # no zeros, as large as the gradients, for them
 
 
-def _differentiate(ctx: Any, factor: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, factor: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if factor is None:
+        return None, None, None, None
     gradients = (
-        _scaled(gradient, factor) if wanted else None
+        _multiplied(gradient, factor) if wanted else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.needed, strict=True)
     )
     return *gradients, None, None
+
+
+def _multiplied(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor, in its own memory if no other backward of the graph will want it.
+
+    torch asks the same before its compiled backwards use saved memory again. A tensor that is being
+    traced is of another class: what is reused is then up to the compiler.
+    """
+    if torch._C._autograd._get_current_graph_task_keep_graph() or type(gradient) is not Tensor:
+        return _scaled(gradient, factor)
+    gradient = gradient.detach()
+    _scale_in_place(gradient, factor)
+    return gradient
 
 
 _token_nll.register_autograd(_differentiate, setup_context=_keep)

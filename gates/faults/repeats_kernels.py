@@ -11,14 +11,17 @@ from gates.faults.attention_kernels import attention_kernel, stored, wide_gradie
 from gates.faults.kernels import wide, writes_beyond
 from gates.faults.linear_kernels import linear_kernel, product
 from gates.faults.norm_kernels import norm_kernel, parts_of
+from gates.faults.swiglu_kernels import right_gradients as swiglu_gradients
 from gates.faults.swiglu_kernels import right_values as swiglu_values
 from gates.faults.swiglu_kernels import swiglu_kernel
 from harness import fault
+from reference.loss import NO_TARGET
 from reference.ops import rms_norm
 
 REPEATS, MEMORY = "m4_repeats::", "m4_memory::"
 BITS, DEFAULT = f"{REPEATS}test_same_bits", f"{REPEATS}test_default_mode"
 CONFIGURATIONS = f"{REPEATS}test_many_configurations"
+SECOND = f"{REPEATS}test_second_backward"
 
 
 # --- races ---------------------------------------------------------------------------------------
@@ -178,6 +181,64 @@ def computes_otherwise_the_second_time(reference):
         return swiglu_values(gate, up) if next(forwards) % 2 else swiglu_values(gate + 1e-2, up)
 
     return swiglu_kernel(values)
+
+
+# --- retained graphs -----------------------------------------------------------------------------
+
+
+@fault(
+    role="token_nll",
+    caught_by=f"{SECOND}[token_nll]",
+    seen_in="linkedin/Liger-Kernel: fused_linear_cross_entropy_backward",
+)
+def scales_its_only_gradients(reference):
+    """The forward keeps the gradients, and each backward multiplies them in place."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels):
+            inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+            with torch.enable_grad():
+                nll_sum = reference.token_nll(*inputs, labels)[0]
+            ctx.gradients = torch.autograd.grad(nll_sum, inputs)
+            return nll_sum.detach()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return *(x.mul_(upstream) for x in ctx.gradients), None
+
+    return lambda hidden, weight, labels: (
+        Kernel.apply(hidden, weight, labels),
+        (labels != NO_TARGET).sum(),
+    )
+
+
+@fault(
+    role="swiglu",
+    caught_by=[f"{SECOND}[swiglu]", f"{MEMORY}test_layouts[swiglu]"],
+    seen_in="linkedin/Liger-Kernel: LigerSiLUMulFunction",
+)
+def stores_gradients_over_its_inputs(reference):
+    """Saves memory: dgate takes the place of gate, dup that of up."""
+
+    def gradients(gate, up, dh):
+        for x, dx in zip((gate, up), swiglu_gradients(gate, up, dh), strict=True):
+            x.data.copy_(dx)  # as a kernel writes: no version is counted
+        return gate.detach(), up.detach()
+
+    return swiglu_kernel(gradients=gradients)
+
+
+@fault(role="linear", caught_by=f"{SECOND}[linear]", seen_in="own")
+def gives_one_buffer_away_twice(reference):
+    """dx stands in a buffer that the next backward fills again."""
+    buffers: dict[tuple, torch.Tensor] = {}
+
+    def dx(dy, weight):
+        found = product(dy, weight)
+        return buffers.setdefault((found.shape, found.dtype), found).copy_(found)
+
+    return linear_kernel(dx=dx)
 
 
 # --- kernels that do not run ---------------------------------------------------------------------

@@ -1,14 +1,15 @@
 """Fifth stage: the written shards are read back, decoded, and evaluation is compared with training.
 
-runs.npy    the distinct runs of words of the validation shards, sorted
-hit.npy     [runs] whether each stands in a training shard
+piece-00000.runs.npy    the distinct runs of words of a piece of the validation shards, sorted
+runs.u64                those of all pieces, sorted
+hit.npy                 [runs] whether each stands in a training shard
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,11 +24,12 @@ from reference.data.manifest import COMPLETE, TOKENIZER, TRAIN, UNFINISHED, VALI
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.shards import open_documents
 from reference.data.shingles import Hashes, shingles
-from reference.data.work import Workers, write_array
+from reference.data.work import Workers, write_array, write_whole
 
 PIECE_TOKENS = 2**21
 NUM_WORST = 10
-RUNS, HIT = "runs.npy", "hit.npy"
+RUNS, HIT = "runs.u64", "hit.npy"
+NUM_RANGES = 64  # of hashes: what is in memory of all pieces' runs is one of them
 Changed = Counter[tuple[str, int, str]]  # (split, source, slice): documents
 
 
@@ -81,7 +83,12 @@ def _tokenizer(folder: Path, eos: int) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _index(file: Path) -> RunIndex:
-    return RunIndex(np.load(file, mmap_mode="r"))
+    return RunIndex(_all_runs(file))
+
+
+def _all_runs(file: Path) -> Hashes:
+    size = file.stat().st_size  # nothing cannot be mapped
+    return np.memmap(file, np.uint64, "r") if size else np.zeros(0, np.uint64)
 
 
 def check_shards(
@@ -106,8 +113,8 @@ def check_shards(
     """
     written = _Shards(folder, tokenizer.eos, id_dtype)
     train, validation = (list(_pieces(folder, shards, split)) for split in (TRAIN, VALIDATION))
-    names, runs, changed = _read_evaluation(work, written, validation, settings, workers, progress)
-    hit = np.zeros(len(runs), bool)
+    names, changed = _read_evaluation(work, written, validation, settings, workers, progress)
+    hit = np.zeros(len(_all_runs(work / RUNS)), bool)
     shared: set[bytes] = set()
     job = partial(_search, written, work / RUNS, frozenset(names), settings)
     for piece, found in zip(train, workers.map(job, train), strict=True):
@@ -128,7 +135,7 @@ def check_shards(
             {"split": split, "source": source, "slice": name, "num_documents": number}
             for (split, source, name), number in sorted(changed.items())
         ],
-        "num_ngrams": len(runs),
+        "num_ngrams": len(hit),
         "num_shared_ngrams": int(hit.sum()),
         **_overlaps(work, written, validation, settings, workers),
     }
@@ -168,30 +175,41 @@ def _read_evaluation(
     settings: ContaminationSettings,
     workers: Workers,
     progress: Callable[[int], None],
-) -> tuple[Counter[bytes], Hashes, Changed]:
-    """(SHA-256 of the decoded documents, their distinct runs, which were decoded differently);
-    the runs are in RUNS too.
-    """
+) -> tuple[Counter[bytes], Changed]:
+    """(SHA-256 of the decoded documents, which were decoded differently); leaves RUNS."""
     names: Counter[bytes] = Counter()
-    parts: list[Hashes] = [np.zeros(0, np.uint64)]
     all_changed: Changed = Counter()
+    files = [work / f"piece-{number:05}.runs.npy" for number in range(len(pieces))]
     job = partial(_describe, written, settings)
-    for piece, (own, runs, changed) in zip(pieces, workers.map(job, pieces), strict=True):
+    tasks = list(zip(pieces, files, strict=True))
+    for piece, (own, changed) in zip(pieces, workers.map(job, tasks), strict=True):
         names.update(own)
-        parts.append(runs)
         all_changed += changed
         progress(_num_tokens(piece))
-    runs = np.unique(np.concatenate(parts))
-    write_array(work / RUNS, runs)
-    return names, runs, all_changed
+    parts = [np.load(file, mmap_mode="r") for file in files]
+    write_whole(work / RUNS, (part.view(np.uint8).data for part in distinct(parts)))
+    return names, all_changed
+
+
+def distinct(parts: Sequence[Hashes]) -> Iterator[Hashes]:
+    """The distinct numbers of sorted parts, sorted, a range of 2^64 / NUM_RANGES after the other.
+
+    Hashes are spread evenly, so a range holds about one in NUM_RANGES of them.
+    """
+    bounds = np.arange(1, NUM_RANGES, dtype=np.uint64) * np.uint64(2**64 // NUM_RANGES)
+    cuts = [[0, *np.searchsorted(part, bounds).tolist(), len(part)] for part in parts]
+    for number in range(NUM_RANGES):
+        own = [part[cut[number] : cut[number + 1]] for part, cut in zip(parts, cuts, strict=True)]
+        yield np.unique(np.concatenate([*own, np.zeros(0, np.uint64)]))
 
 
 def _describe(
-    written: _Shards, settings: ContaminationSettings, piece: _Piece
-) -> tuple[list[bytes], Hashes, Changed]:
+    written: _Shards, settings: ContaminationSettings, task: tuple[_Piece, Path]
+) -> tuple[list[bytes], Changed]:
+    piece, file = task
     texts, changed = written.texts(piece)
-    runs = np.unique(shingles(texts, settings.ngram_words)[0])
-    return [hashlib.sha256(text).digest() for text in texts], runs, changed
+    write_array(file, np.unique(shingles(texts, settings.ngram_words)[0]))
+    return [hashlib.sha256(text).digest() for text in texts], changed
 
 
 def _search(
@@ -230,7 +248,7 @@ def _overlaps_of(
     work: Path, written: _Shards, settings: ContaminationSettings, piece: _Piece
 ) -> list[tuple[float, str, int]]:
     texts, _ = written.texts(piece)
-    runs, hit = (np.load(work / name, mmap_mode="r") for name in (RUNS, HIT))
+    runs, hit = _all_runs(work / RUNS), np.load(work / HIT, mmap_mode="r")
     shares = overlaps(texts, runs, hit, settings)
     table = open_documents(written.folder, piece.shard).slice(piece.first, len(texts))
     files, rows = table["file"].to_pylist(), table["row"].to_pylist()

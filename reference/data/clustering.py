@@ -83,7 +83,7 @@ def assign(
             kept = unique[leader == np.arange(len(leader))]
         arrays = _placed(hashes, stays, unique, kept, root, fraction, seed)
         num_exact = {"num_documents": len(where), "num_exact_duplicates": len(where) - len(unique)}
-        write_whole(results_file, json.dumps({**num_exact, **found}).encode())
+        write_whole(results_file, [json.dumps({**num_exact, **found}).encode()])
         write_arrays(file, **arrays)
     with np.load(file) as arrays_there:
         content = {name: arrays_there[name] for name in arrays_there.files}

@@ -19,6 +19,7 @@ from reference.data.shingles import Hashes, shingles
 
 _BITS_PER_RUN = 8
 _FEWEST_BITS, _MOST_BITS = 16, 32
+_BLOCK = 2**18  # runs at once
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class RunIndex:
         self._runs = runs
         self._mask = np.uint64(2 ** min(max(bits, _FEWEST_BITS), _MOST_BITS) - 1)
         self._table = np.zeros((int(self._mask) + 1) // 8, np.uint8)
-        place, bit = self._places(runs)
-        np.bitwise_or.at(self._table, place, bit)
+        for first in range(0, len(runs), _BLOCK):
+            place, bit = self._places(runs[first : first + _BLOCK])
+            np.bitwise_or.at(self._table, place, bit)
 
     def find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         """The distinct places in the array of those hashes that are in it."""

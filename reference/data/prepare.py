@@ -117,10 +117,8 @@ def prepare(
     """
     directory = Path(directory).absolute()
     refuse_place(directory)
-    with (
-        working_folder(directory, preparation_key(sources, settings)) as work,
-        Workers(num_workers) as workers,
-    ):
+    workers = Workers(num_workers)
+    with working_folder(directory, preparation_key(sources, settings)) as work:
         stages = _Stages(work, sources, settings, workers, progress)
         folder = work / "folder"
         manifest = stages.run(folder)

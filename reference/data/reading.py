@@ -126,7 +126,7 @@ def read_sources(
             "num_documents": counts,
             "left_out": [source.below().left_out for source in sources],
         }
-        write_whole(done, json.dumps(content).encode())
+        write_whole(done, [json.dumps(content).encode()])
     read = Read(folder, **json.loads(done.read_bytes()))
     _refuse_empty(read, sources)
     return read
@@ -208,6 +208,6 @@ def _read_chunk(
         )
         texts.append(cleaned.text)
     text = b"".join(texts)
-    write_whole(chunk_file(folder, chunk.number, "text"), text)
+    write_whole(chunk_file(folder, chunk.number, "text"), [text])
     write_table(index, pa.Table.from_pylist(rows, schema=READ))
     return len(rows), len(text)

@@ -81,8 +81,8 @@ def make_tokenizer(
             texts = _noted(_training_texts(read, assignment, is_bpe), facts)
             content = train_bpe(texts, choice.size) if is_bpe else train_characters(texts)
             eos = 0
-        write_whole(file, content)
-        write_whole(made, json.dumps({**facts, "eos": eos}).encode())
+        write_whole(file, [content])
+        write_whole(made, [json.dumps({**facts, "eos": eos}).encode()])
     found: dict[str, Any] = json.loads(made.read_bytes())
     return _opened(read.folder, found["eos"]), found
 

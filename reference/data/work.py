@@ -88,27 +88,20 @@ class Workers:
         if num_workers < 1:
             raise ValueError(f"workers is {num_workers}, must be at least 1")
         self.num_workers = num_workers
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """function(task) of each task; a few tasks are taken ahead."""
+        """function(task) of each task; a few tasks are taken ahead. The processes end with the
+        last one: the memory that a stage took is free for the next.
+        """
         if self.num_workers == 1:
             yield from map(function, tasks)
             return
-        if self._pool is None:
-            with _interrupts_later():
-                self._pool = _pool(self.num_workers)
+        with _interrupts_later():
+            pool = _pool(self.num_workers)
         running: list[Future[Result]] = []
         try:
             for task in tasks:
-                running.append(self._pool.submit(function, task))
+                running.append(pool.submit(function, task))
                 if len(running) > 2 * self.num_workers:
                     yield running.pop(0).result()
             while running:
@@ -119,8 +112,7 @@ class Workers:
                 "with fewer --workers: it goes on where it stopped"
             ) from error
         finally:
-            for future in running:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:
@@ -193,8 +185,8 @@ def _end_with_parent() -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def write_whole(path: Path, *pieces: bytes | memoryview) -> None:
-    """The file appears with all of its content, end to end, or not at all."""
+def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """The file appears with all pieces, end to end, or not at all."""
     half = path.with_name(f"{path.name}.half")
     with suppress(FileNotFoundError):
         disk.unlink(half)
@@ -226,7 +218,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     """As Parquet, whole or not at all."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    write_whole(path, memoryview(sink.getvalue()))
+    write_whole(path, [memoryview(sink.getvalue())])
 
 
 def write_array(path: Path, array: npt.NDArray[Any]) -> None:
@@ -234,14 +226,14 @@ def write_array(path: Path, array: npt.NDArray[Any]) -> None:
     header = io.BytesIO()
     npy = np.lib.format
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
-    write_whole(path, header.getbuffer(), array.view(np.uint8).data)
+    write_whole(path, [header.getbuffer(), array.view(np.uint8).data])
 
 
 def write_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
     """As .npz, whole or not at all."""
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    write_whole(path, buffer.getbuffer())
+    write_whole(path, [buffer.getbuffer()])
 
 
 def publish(folder: Path, target: Path) -> None:

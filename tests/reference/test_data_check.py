@@ -1,11 +1,12 @@
 """Evaluation text in the written shards is found, document by document."""
 
+import numpy as np
 import pytest
 from data_folders import write_folder
 from prepared import lines, prepared, text_folder, texts
 
 from reference.data import checking
-from reference.data.checking import check_shards
+from reference.data.checking import check_shards, distinct
 from reference.data.contamination import ContaminationSettings
 from reference.data.manifest import require_uncontaminated
 from reference.data.policy import PackingPolicy
@@ -31,11 +32,10 @@ def checked(folder, train, **changed):
     for name, (old, new) in changed.items():
         file = folder / "data" / "train" / f"{name}.bin"
         file.write_bytes(file.read_bytes().replace(old, new))
-    with Workers(1) as workers:
-        return check_shards(
-            folder, folder / "data", manifest.shards, ByteTokenizer(), "uint16",
-            ContaminationSettings(), workers, lambda _: None,
-        )  # fmt: skip
+    return check_shards(
+        folder, folder / "data", manifest.shards, ByteTokenizer(), "uint16",
+        ContaminationSettings(), Workers(1), lambda _: None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0), (0, 1, 4), (1, 0, 9)])
@@ -87,3 +87,14 @@ def test_quoted_text_is_counted_as_overlap(tmp_path):
     half = len(torn) - len(whole)  # 48 of its 108 runs are those of the text in training
     assert sum(found["overlaps"][4:5]) == half
     assert found["num_shared_documents"] == 0 and found["num_decoded_differently"] == 0
+
+
+def test_runs_of_many_pieces_are_merged_range_by_range():
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(0, 2**64, 5_000, np.uint64, endpoint=False)
+    edges = np.array([0, 2**58 - 1, 2**58, 2**64 - 1], np.uint64)
+    parts = [np.unique(np.concatenate([edges, drawn[k : k + 2_000]])) for k in (0, 1_000, 3_000)]
+    ranges = list(distinct(parts))
+    assert max(map(len, ranges)) < 200
+    assert np.array_equal(np.concatenate(ranges), np.unique(np.concatenate(parts)))
+    assert not sum(map(len, distinct([])))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from candidates.tilelang import (
     ROLES,
@@ -98,6 +99,44 @@ def test_torch_compile_takes_the_role_whole(name):
     whole = torch.compile(ROLES[name], backend="aot_eager", fullgraph=True)
     for got, want in zip(run(whole, inputs), run(ROLES[name], inputs), strict=True):
         assert torch.equal(got, want)
+
+
+def test_the_loss_reuses_the_memory_of_its_gradients_unless_the_graph_is_retained():
+    hidden, weight, labels = CASES["token_nll"][1](torch.float32)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    nll = ROLES["token_nll"](hidden, weight, labels)[0]
+    kept = nll.grad_fn.saved_tensors[1]
+    first = torch.autograd.grad(nll, leaves, 0.5 * nll, retain_graph=True)
+    again = torch.autograd.grad(nll, leaves, 0.5 * nll)
+    assert all(map(torch.equal, first, again))
+    assert again[1].data_ptr() == kept.data_ptr() != first[1].data_ptr()
+
+
+def test_the_backward_of_the_loss_allocates_nothing_as_large_as_its_gradients():
+    class Allocations(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if any(name in str(function) for name in ("empty", "zeros", "scaled", "clone")):
+                self.largest = max(self.largest, made.numel())
+            return made
+
+    hidden, weight, labels = CASES["token_nll"][1](torch.float32)
+    nll = ROLES["token_nll"](hidden.requires_grad_(), weight.requires_grad_(), labels)[0]
+    with Allocations() as made:
+        nll.backward()
+    assert made.largest <= 1
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_a_norm_of_which_one_output_is_used_has_that_one_s_gradients(wanted):
+    leaves = [normal(5, D).requires_grad_(), normal(5, D).requires_grad_()]
+    found = [
+        torch.autograd.grad(role(*leaves, normal(D), 1e-6)[wanted].square().sum(), leaves)
+        for role in (ROLES["add_rms_norm"], ops.add_rms_norm)
+    ]
+    assert all(error(got, want) < 1e-6 for got, want in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

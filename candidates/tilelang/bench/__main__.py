@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from rich.console import Console
 from rich.table import Table
 
