@@ -94,7 +94,7 @@ def _train(stack: Any, source: runs.Text, root: Path, log: Path) -> None:
 
     torch.manual_seed(runs.RANDOM_SEED)
     watched = stack.replace({"update_window": update_window, "save": save})
-    arguments = (CONFIG, watched, source.windows(), runs.SETTINGS, runs.SEED, "cpu", None)
+    arguments = (CONFIG, watched, source.windows(stack), runs.SETTINGS, runs.SEED, "cpu", None)
     keeper = runs.checkpoints(root, every=1, resume=True)
     stack.train(*arguments, "overshoot", False, checkpoints=keeper)
 

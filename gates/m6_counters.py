@@ -13,7 +13,8 @@ from reference.stack import ROLES
 from reference.train import train
 from reference.update import UpdateSettings
 
-# 40 targets a window, 4 rows a microbatch; the total ends 24 targets into the fourth window.
+# 40 targets a window; the total ends 24 targets into the fourth. 4 rows a microbatch, and in every
+# other window 1 or 2: fewer than there are ranks.
 COUNTS = (16, 1, 0, 3, 16, 2, 0, 2)
 TOTAL_TOKENS = 144
 SETTINGS = UpdateSettings(Schedule(1e-2, 200, 60, 80))
@@ -21,7 +22,7 @@ SAME = "every rank reports the run, not its share"
 
 
 def windows_of(rng):
-    return [toys.ragged_window(rng, COUNTS).split(2) for _ in range(5)]
+    return [toys.ragged_window(rng, COUNTS).split(k) for k in (2, 6, 2, 6, 2)]
 
 
 @gate(

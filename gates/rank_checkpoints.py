@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gates import runs, snapshots, toys
+from gates import snapshots, toys
 from gates.distributed import whole
 from gates.rank_programs import mesh_of
 from reference.checkpoint import capture, disk, expected, latest, restore
@@ -211,28 +211,3 @@ def saved_whole(rank: Any, stack: Any, state: State, root: Path) -> None:
     training = state.training(stack)
     training.group = rank.group
     keep(stack, training, root)
-
-
-# --- runs ------------------------------------------------------------------------------------
-
-
-def whole_and_killed(
-    rank: Any, stack: Any, source: runs.Text, folder: Path, saved: int
-) -> tuple[runs.Run, runs.Run]:
-    """A run that is left alone, and one that ends an update behind its save."""
-    watched = runs.with_dropout(stack)
-    alone = runs.train(watched, source, rank.device, rank=rank)
-    keeper = runs.checkpoints(folder, saved)
-    return alone, runs.train(watched, source, rank.device, keeper, saved + 1, rank=rank)
-
-
-def killed_run(rank: Any, stack: Any, source: runs.Text, folder: Path, saved: int) -> runs.Run:
-    """A run without dropout that ends an update behind its save."""
-    keeper = runs.checkpoints(folder, saved)
-    return runs.train(stack, source, rank.device, keeper, saved + 1, rank=rank)
-
-
-def resumed_run(rank: Any, stack: Any, source: runs.Text, folder: Path, every: int) -> runs.Run:
-    """The run in `folder`, in new processes, to its end."""
-    keeper = runs.checkpoints(folder, every, resume=True)
-    return runs.train(runs.with_dropout(stack), source, rank.device, keeper, rank=rank)

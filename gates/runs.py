@@ -7,6 +7,7 @@ recorded. Everything is compared bit for bit.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from gates import snapshots, toys
+from gates.toy_windows import RowWindows
+from reference.data.loader import LoaderSettings
 from reference.data.pack import Rows
-from reference.data.prefetch import Prefetch
 from reference.data.training_text import Windows
 from reference.resume import Checkpoints
 from reference.schedule import Schedule
@@ -36,7 +38,7 @@ SETTINGS = UpdateSettings(
 )
 SIZES = ROWS_PER_MICROBATCH, MICROBATCHES_PER_WINDOW
 SEED, RANDOM_SEED = 3, 4
-NUM_AHEAD = 3  # windows that a worker prepares
+NUM_WORKERS, AHEAD_WITHIN_S = 2, 10.0  # of a loader that reads ahead
 
 
 class Interrupted(Exception):
@@ -54,34 +56,49 @@ class Update:
 
 @dataclass
 class Run:
-    """The updates of a run in order, how it ended, and the parameters it ended with."""
+    """The updates of a run in order, how it ended, and the parameters it ended with.
+
+    made_microbatches: those that a loader had made when the run was interrupted.
+    """
 
     updates: list[Update] = field(default_factory=list)
     ended: str = "interrupted"
     parameters: dict[str, str] = field(default_factory=dict)
+    made_microbatches: int = 0
+
+    @property
+    def was_ahead(self) -> bool:
+        """More was made than the updates, and the one that was interrupted, had asked for."""
+        return self.made_microbatches > MICROBATCHES_PER_WINDOW * (len(self.updates) + 1)
 
 
 @dataclass(frozen=True)
 class Text:
-    """Rows and how windows are taken from them: everything that a new process needs."""
+    """Rows and how windows are taken from them: everything that a new process needs.
+
+    num_workers: of the loader that hands them out, as for a folder of data; 0: Windows do, as for a
+    corpus.
+    """
 
     rows: Rows
-    num_ahead: int = 0
+    num_workers: int = 0
 
-    def windows(self) -> Any:
+    def windows(self, stack: Any) -> Any:
         """Fresh windows, at their beginning."""
-        windows = Windows(self.rows, SEED, NUM_UPDATES, *SIZES)
-        return Prefetch(windows, self.num_ahead) if self.num_ahead else windows
+        if self.num_workers == 0:
+            return Windows(self.rows, SEED, NUM_UPDATES, *SIZES)
+        settings = LoaderSettings(SEED, NUM_UPDATES, *SIZES, num_workers=self.num_workers)
+        return stack.loader(RowWindows(self.rows), settings, stack)
 
 
-def text(stack: Any, rng: torch.Generator, num_ahead: int = 0) -> Text:
+def text(stack: Any, rng: torch.Generator, num_workers: int = 0) -> Text:
     """Random documents packed into rows that are all different."""
     documents, left = [], NUM_ROWS * ROW_TOKENS + 1
     while left:
         length = min(left, int(torch.randint(3, 20, (), generator=rng)))
         documents.append(torch.randint(toys.TINY.vocabulary_size, (length,), generator=rng))
         left -= length
-    return Text(stack.pack(documents, ROW_TOKENS, "drop"), num_ahead)
+    return Text(stack.pack(documents, ROW_TOKENS, "drop"), num_workers)
 
 
 def with_dropout(stack: Any) -> Any:
@@ -115,8 +132,9 @@ def train(
     """
     seed = RANDOM_SEED if checkpoints is None or not checkpoints.resume else 99
     torch.manual_seed(seed if rank is None else 10 * seed + rank.index)
-    run, windows = Run(), source.windows()
+    run = Run()
     watched = _watching(stack, run, stop_after, inside_accumulation)
+    windows = source.windows(watched)
     config = replace(toys.TINY, num_layers=1)
     arguments = (config, watched, windows, SETTINGS, SEED, device, None, "overshoot", False)
     more = {} if checkpoints is None else {"checkpoints": checkpoints}
@@ -136,9 +154,25 @@ def train(
 
 
 def _watching(stack: Any, run: Run, stop_after: float, inside_accumulation: bool) -> Any:
+    made: list[None] = []  # appended to by several threads
+
+    def apply_policy(*arguments: Any) -> Any:
+        microbatch = stack.apply_policy(*arguments)
+        made.append(None)
+        return microbatch
+
+    def interrupt() -> None:
+        """When the workers of a loader are ahead; on a busy machine they may not be yet."""
+        deadline = time.monotonic() + AHEAD_WITHIN_S
+        run.made_microbatches = len(made)
+        while made and not run.was_ahead and time.monotonic() < deadline:
+            time.sleep(0.01)
+            run.made_microbatches = len(made)
+        raise Interrupted
+
     def update_window(training: Any, window: Window, inner: Any, settings: Any) -> UpdateRecord:
         if len(run.updates) >= stop_after and not inside_accumulation:
-            raise Interrupted
+            interrupt()
         before = snapshots.of_training(training)
         record: UpdateRecord = stack.update_window(training, window, inner, settings)
         run.updates.append(Update(before, snapshots.parts(window), record))
@@ -147,10 +181,12 @@ def _watching(stack: Any, run: Run, stop_after: float, inside_accumulation: bool
     def accumulate(model: Any, window: Window, group: Any, loss_scale: float = 1.0) -> Any:
         if len(run.updates) >= stop_after:
             stack.accumulate(model, Window(window.microbatches[:1]), group, loss_scale)
-            raise Interrupted
+            interrupt()
         return stack.accumulate(model, window, group, loss_scale)
 
-    return stack.replace({"update_window": update_window, "accumulate": accumulate})
+    return stack.replace(
+        {"update_window": update_window, "accumulate": accumulate, "apply_policy": apply_policy}
+    )
 
 
 def compare(check: Callable[..., None], resumed: Run, whole: Run, num_done: int) -> None:

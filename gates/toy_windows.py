@@ -1,4 +1,4 @@
-"""Windows of several sources in which every window can be told from every other."""
+"""Windows in memory: of several sources, each told from every other, and the rows of a text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from reference.data.loader import LoaderSettings
 from reference.data.pack import Rows
 from reference.data.policy import PackingPolicy
+from reference.data.training_text import rows_sha256
 
 TOKENS = 6  # inputs of a window
 SEED = 5
@@ -42,6 +43,23 @@ class ToyWindows:
         real = places <= torch.cat(self.targets)[numbers][:, None]
         documents = torch.where(real, numbers[:, None], -1).int()
         return Rows(tokens, documents, places.expand(tokens.shape))
+
+
+class RowWindows:
+    """Window n is row n; every token that goes on with its document is a target."""
+
+    eos = 0  # which the policy does not ask for: an EOS is a target like any other token
+
+    def __init__(self, rows):
+        self._rows = rows
+        self.policy = PackingPolicy(rows.row_tokens)
+        self.targets = [(rows.documents[:, 1:] == rows.documents[:, :-1]).sum(1)]
+        self.first_windows = [0, rows.num_rows]
+        self.sha256 = rows_sha256(rows)
+
+    def read(self, numbers):
+        names = ("tokens", "documents", "positions")
+        return Rows(*(getattr(self._rows, name)[numbers] for name in names))
 
 
 def settings(**fields):

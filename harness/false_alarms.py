@@ -72,8 +72,10 @@ def _run_seed(seed: int, pytest_arguments: Sequence[str], folder: Path) -> tuple
         raise EvidenceError(f"seed {seed} left no evidence ({error}); pytest said:\n{told}") from (
             error
         )
-    if records[-1]["kind"] != "end" or records[-1].get("errors"):
-        raise EvidenceError(f"seed {seed} did not come to its end; see {evidence}")
+    errors = records[-1].get("errors", [])
+    if records[-1]["kind"] != "end" or errors:
+        told = "".join(f"\n{error[-500:]}" for error in errors)
+        raise EvidenceError(f"seed {seed} did not come to its end; see {evidence}{told}")
     judged = [record for record in records if record["kind"] in GATE_KINDS]
     return judged, str(records[-1]["verdict"])
 

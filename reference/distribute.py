@@ -46,7 +46,7 @@ def distribute(model: Any, mesh: Any, settings: DistributionSettings) -> nn.Modu
     if settings.compute_dtype is not None:
         _compute_in(model, settings.compute_dtype)
     if settings.checkpoint_activations:
-        _recompute_layers(model)
+        recompute_layers(model)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             for dimension in range(mesh.ndim):  # down the first column, then along every row
@@ -93,6 +93,20 @@ def original_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
+def recompute_layers(model: Any) -> None:
+    """Has each of `model.layers` keep its inputs alone, and compute the rest again in the backward.
+
+    With the random state of the first computation, so that the same is dropped. Raises ValueError
+    for a model without `layers`.
+    """
+    if not hasattr(model, "layers"):
+        raise ValueError(f"{type(model).__name__} has no `layers` to recompute")
+    for layer in model.layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=True
+        )
+
+
 def _compute_in(model: Any, dtype: torch.dtype) -> None:
     if not hasattr(model, "config") or not hasattr(model.config, "compute_dtype"):
         raise ValueError(f"{type(model).__name__} has no config.compute_dtype to set to {dtype}")
@@ -100,12 +114,3 @@ def _compute_in(model: Any, dtype: torch.dtype) -> None:
     for module in model.modules():
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = dtype
-
-
-def _recompute_layers(model: Any) -> None:
-    if not hasattr(model, "layers"):
-        raise ValueError(f"{type(model).__name__} has no `layers` to recompute")
-    for layer in model.layers:
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=True
-        )

@@ -49,10 +49,16 @@ class Evaluation:
 
 
 def perplexity(nats: float, num_tokens: int) -> float:
-    """exp(sum of nats / number of tokens). Raises ValueError without tokens."""
+    """exp(sum of nats / number of tokens), infinity above 709 nats a token, where float64 ends.
+
+    Raises ValueError without tokens.
+    """
     if num_tokens < 1:
         raise ValueError(f"perplexity needs at least one token, got {num_tokens}")
-    return math.exp(nats / num_tokens)
+    try:
+        return math.exp(nats / num_tokens)
+    except OverflowError:
+        return math.inf
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,63 +14,101 @@ from torch import nn
 
 from reference.anomaly import Kept, read
 from reference.checkpoint.commit import latest
-from reference.checkpoint.load import expected
+from reference.checkpoint.files import read_manifest
+from reference.checkpoint.load import LocalFolder, expected, resumption
 from reference.checkpoint.random_state import random_state
-from reference.checkpoint.state import Snapshot, digests, restore_training
+from reference.checkpoint.state import Snapshot, restore_training
 from reference.config import CharGPTConfig, DecoderConfig, ModelConfig
 from reference.finite import FirstNotFinite
 from reference.loss_scale import LossScaling
 from reference.options import device
 from reference.schedule import Schedule
-from reference.update import TrainState, UpdateSettings
+from reference.update import TrainState, UpdateRecord, UpdateSettings
 
 FAMILIES = {"DecoderConfig": DecoderConfig, "CharGPTConfig": CharGPTConfig}
 
 
+@dataclass(frozen=True)
+class Replay:
+    """An update that was run again: what was kept; what it did now; which tensor was not finite
+    first, None if all were finite; the training after it; how exactly it goes on from the state
+    that was kept, as `resumption` says it.
+    """
+
+    kept: Kept
+    record: UpdateRecord
+    not_finite_first: str | None
+    training: TrainState
+    how: str
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the update again; 0 if all of it is finite, 1 if not. SystemExit with 2 for bad input."""
-    from reference.stack import ROLES  # which imports reference.train
-
     parser = _parser()
     options = parser.parse_args(arguments)
-    stack = SimpleNamespace(**ROLES)
     try:
-        kept = read(options.directory)
-        settings = _settings(kept.settings)
-        training = _state_before(options, kept, settings, stack)
+        again = replay(options.directory, options.device)
     except ValueError as error:
         parser.error(str(error))
-    print(f"kept because it was {kept.anomaly.kind}: {kept.anomaly.reason}")
-    with FirstNotFinite(training, stack) as first:
-        window = kept.window.to(options.device)
-        looking = replace(settings, on_non_finite="skip")  # an error would end it here again
-        record = stack.update_window(training, window, stack, looking)
-    seen = kept.anomaly
+    seen, record = again.kept.anomaly, again.record
+    print(f"kept because it was {seen.kind}: {seen.reason}")
+    if len(again.kept.num_microbatches) > 1:
+        print(_about_ranks(again))
     print(f"loss {record.loss_nats} nats per token (was {seen.loss_nats}), gradient norm "
           f"{record.grad_norm} (was {seen.grad_norm})")  # fmt: skip
-    if first.found:
-        print(f"not finite first: {first.found}")
+    if again.not_finite_first:
+        print(f"not finite first: {again.not_finite_first}")
         return 1
     print("the update is finite; gradient norms by module, in the order of the model:")
-    for name, norm in _norms_by_module(training.model).items():
+    for name, norm in _norms_by_module(again.training.model).items():
         print(f"{norm:12.4g}  {name}")
     return 0
 
 
+def replay(directory: Path, device: torch.device | str = "cpu") -> Replay:
+    """Runs the update that `keep` wrote into `directory` again, on this process.
+
+    What several ranks kept is run on the microbatches of all of them, in rank order: the sums are
+    those of the ranks in another order, and random states are not taken over, so that a model with
+    dropout drops others.
+
+    Raises ValueError for a folder that is no kept anomaly, or whose checkpoint is another state
+    than the one it was kept with.
+    """
+    from reference.stack import ROLES  # which imports reference.train
+
+    stack, device = SimpleNamespace(**ROLES), torch.device(device)
+    kept = read(directory)
+    settings = _settings(kept.settings)
+    training, how = _state_before(directory, device, kept, settings, stack)
+    with FirstNotFinite(training, stack) as first:
+        window = kept.window.to(device)
+        looking = replace(settings, on_non_finite="skip")  # an error would end it here again
+        record = stack.update_window(training, window, stack, looking)
+    return Replay(kept, record, first.found, training, how)
+
+
+def _about_ranks(again: Replay) -> str:
+    by_rank = again.kept.num_microbatches
+    numbers = " + ".join(map(str, by_rank))
+    return f"kept by {len(by_rank)} ranks, microbatches in rank order: {numbers}; {again.how}"
+
+
 def _state_before(
-    options: argparse.Namespace, kept: Kept, settings: UpdateSettings, stack: Any
-) -> TrainState:
-    newest = latest(options.directory)
+    directory: Path, device: torch.device, kept: Kept, settings: UpdateSettings, stack: Any
+) -> tuple[TrainState, str]:
+    newest = latest(directory)
     if newest is None:
-        raise ValueError(f"{options.directory} holds no checkpoint of the state before the update")
-    model = _model(kept.config, stack).to(options.device)
+        raise ValueError(f"{directory} holds no checkpoint of the state before the update")
+    model = _model(kept.config, stack).to(device)
     training = TrainState(model, stack.param_groups(model, settings.weight_decay))
-    before: Snapshot = stack.load(newest, expected(training, settings))
-    if digests(before) != kept.digests:
-        raise ValueError(f"{newest} is not the state that {options.directory} was kept with")
+    want = expected(training, settings)
+    before: Snapshot = stack.load(newest, want)
+    if read_manifest(LocalFolder(newest)).parts != kept.digests:  # load held the files against it
+        raise ValueError(f"{newest} is not the state that {directory} was kept with")
     restore_training(before, training)
-    _restore_generators(before, options.device)
-    return training
+    _restore_generators(before, device)
+    return training, resumption(before.world, want.world)
 
 
 def _model(config: dict[str, Any], stack: Any) -> nn.Module:

@@ -71,8 +71,7 @@ class Checkpoints:
 class Keeper:
     """Puts the newest checkpoint into a run that is about to start, and saves it as it goes.
 
-    stack: what the run's updates are to use, the given one under the eye of an AnomalyWatch; of
-    several ranks the given one, as an anomaly is replayed on one process.
+    stack: what the run's updates are to use, the given one under the eye of an AnomalyWatch.
 
     Raises ValueError for windows without a position, for a directory that holds checkpoints
     although `resume` is False, and, naming what differs, for a checkpoint of another run. OSError
@@ -101,11 +100,9 @@ class Keeper:
         self._saved_steps: int | None = None
         self._position: dict[str, Any] = {}
         self._start(stack)
-        self.stack = stack
-        if training.group is None:
-            self.stack = AnomalyWatch(
-                stack, training, self._directory, self._snapshot, self._random_state
-            )
+        self.stack = AnomalyWatch(
+            stack, training, self._directory, self._snapshot, self._random_state
+        )
 
     def _start(self, stack: Any) -> None:
         newest = self._newest()
@@ -139,7 +136,7 @@ class Keeper:
             newest = latest(self._directory)
             return None if newest is None else str(newest)
 
-        found = peers_of(self._training.group).agree(f"find in {self._directory}", find)[0]
+        found = peers_of(self._training.group).first(f"find in {self._directory}", find)
         return None if found is None else Path(found)
 
     def begin(self) -> Iterator[Window]:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from reference.distribute import named_parameters
+from reference.distribute import MESH_NAMES, named_parameters
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 PLAIN = "reference"  # the reference's own `distribute`, in which every rank holds everything
+
+SHARD_DEGREE = "--data-parallel-shard-degree"
 
 
 @dataclass(frozen=True)
@@ -48,34 +51,57 @@ def were_launched() -> bool:
 
 
 @contextmanager
-def joined(name: str | None, device: torch.device) -> Iterator[Ranks]:
+def joined(
+    name: str | None, device: torch.device, shard_degree: int | None = None
+) -> Iterator[Ranks]:
     """The ranks, while their process group stands; all but the first print nothing.
 
     name: a module with ROLES, `ddp` for short for candidates.distributed.ddp; None: PLAIN.
-    device: the kind; each rank of a host takes the device of its LOCAL_RANK.
+    device: the kind; each rank of a host takes the device of its LOCAL_RANK. shard_degree: ranks
+    that share out one copy of the model; None: all of them.
 
-    Raises ValueError for a name without the launcher, for a module that cannot be used, and for a
-    device that has no backend here or fewer devices than ranks.
+    Raises ValueError for a name or a degree without the launcher, for a degree that does not divide
+    the number of ranks or that DDP is to have, for a module that cannot be used, and for a device
+    that has no backend here or fewer devices than ranks. All ranks raise it before they meet.
     """
     if not were_launched():
-        if name is not None:
+        option = "--distribute" if name is not None else SHARD_DEGREE
+        if name is not None or shard_degree is not None:
             raise ValueError(
-                "--distribute needs several ranks; start them with python -m "
+                f"{option} needs several ranks; start them with python -m "
                 "torch.distributed.run --nproc-per-node N -m reference.train"
             )
         yield Ranks(device)
         return
+    shape = mesh_shape(int(os.environ["WORLD_SIZE"]), shard_degree)
     roles = {} if name in (None, PLAIN) else _roles(str(name))
+    _require_shards(name, roles, shape, shard_degree)
     own = _own_device(device)
     dist.init_process_group(_backend(own))
     try:
         index, world_size = dist.get_rank(), dist.get_world_size()
-        mesh = init_device_mesh(own.type, (world_size,), mesh_dim_names=("data",))
+        mesh = init_device_mesh(own.type, shape, mesh_dim_names=MESH_NAMES[len(shape) - 1])
         with redirect_stdout(io.StringIO()) if index else nullcontext():
             yield Ranks(own, index, world_size, mesh, roles)
         dist.barrier()  # the launcher ends all when one has ended with a status of its own
     finally:
         dist.destroy_process_group()
+
+
+def mesh_shape(world_size: int, shard_degree: int | None) -> tuple[int, ...]:
+    """(ranks,), or (replicas, ranks of each) where a copy of the model is on a part of the ranks.
+
+    Raises ValueError unless shard_degree divides world_size.
+    """
+    if shard_degree in (None, world_size):
+        return (world_size,)
+    if world_size % shard_degree:
+        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"{SHARD_DEGREE} {shard_degree} does not divide the {world_size} ranks; choose one of "
+            f"{', '.join(divisors)}, or start a multiple of {shard_degree} ranks"
+        )
+    return (world_size // shard_degree, shard_degree)
 
 
 @torch.no_grad()
@@ -98,6 +124,19 @@ def _roles(name: str) -> dict[str, Callable[..., Any]]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--distribute {name}: no module with ROLES: {error}") from error
     return dict(roles)
+
+
+def _require_shards(
+    name: str | None, roles: Mapping[str, Any], shape: tuple[int, ...], shard_degree: int | None
+) -> None:
+    """Refuses a degree for what says of itself that it is DDP, which has no shards."""
+    is_ddp = getattr(roles.get("distribute"), "communication", None) == "ddp"
+    if is_ddp and shard_degree is not None:
+        raise ValueError(
+            f"{SHARD_DEGREE} {shard_degree} of {prod(shape)} ranks: --distribute {name} keeps a "
+            "copy of the model on every rank and has no shards; leave the degree out, or choose "
+            "--distribute fsdp2"
+        )
 
 
 def _exists(module: str) -> bool:

@@ -33,7 +33,7 @@ from reference.data.training_text import (
     language_text,
     python_text,
 )
-from reference.distribute import DistributionSettings
+from reference.distribute import DistributionSettings, recompute_layers
 from reference.evaluate import bits_per_byte
 from reference.hf.folder import refuse_place
 from reference.hf.start import start_from
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         _check(options)
-        with several_ranks.joined(options.distribute, options.device) as ranks:
+        degree = options.data_parallel_shard_degree
+        with several_ranks.joined(options.distribute, options.device, degree) as ranks:
             options.device = ranks.device
             return _run(options, SimpleNamespace(**{**ROLES, **ranks.roles}), ranks)
     except ValueError as error:
@@ -224,7 +225,13 @@ def _train(
     schedule = Schedule(start.learning_rate, total, total // 20, total // 4, 0.1)
     going_on = SimpleNamespace(**{**vars(stack), "build_model": lambda config, stack: start.model})
     settings = UpdateSettings(schedule)
-    distribution = DistributionSettings(start.config.compute_dtype) if ranks.mesh else None
+    distribution = None
+    if ranks.mesh:
+        distribution = DistributionSettings(
+            start.config.compute_dtype, options.checkpoint_activations
+        )
+    elif options.checkpoint_activations:
+        recompute_layers(start.model)
     if not options.checkpoints:
         return train(
             start.config, going_on, windows, settings, options.seed, options.device, progress=True,

@@ -9,7 +9,7 @@ from reference.config import PRESETS
 from reference.data.training_text import MICROBATCHES_PER_WINDOW, ROWS_PER_MICROBATCH
 from reference.interruption import STOPPED
 from reference.options import add_model_options, whole_number
-from reference.several_ranks import PLAIN
+from reference.several_ranks import PLAIN, SHARD_DEGREE
 
 DEFAULT_PRESET = "bytes-0.09m"
 DEFAULT_ROW_TOKENS, DEFAULT_CORPUS_BYTES = 128, 2_000_000
@@ -45,6 +45,12 @@ def parser_of_train() -> argparse.ArgumentParser:
         help="who puts the model on the ranks that python -m torch.distributed.run started: a "
         "module with the roles distribute, accumulate and clip_grad_norm, those in "
         f"candidates.distributed for short ({PLAIN})")  # fmt: skip
+    add(SHARD_DEGREE, type=whole_number, metavar="N",
+        help="hybrid sharding: N ranks share out one copy of the model, and the copies are "
+        "replicas; N divides the number of ranks (all ranks share out one copy)")  # fmt: skip
+    add("--checkpoint-activations", action="store_true",
+        help="keep the inputs of each layer alone, and compute the rest again in the backward: "
+        "less memory, a third more compute, the same numbers")  # fmt: skip
     add("--seed", type=int, default=0, help="of the parameters and the order")
     add("--export", type=Path, metavar="DIR", help="write the model as transformers reads it")
     add("--save-adapters", type=Path, metavar="DIR", help="write the adapters alone")

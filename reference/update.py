@@ -31,9 +31,9 @@ class WindowStats:
 class Counters:
     """Four counts that are never mixed up.
 
-    tokens_read: positions that went through the model, padding included; tokens_supervised:
-    targets among them; tokens_updated: targets whose gradient was applied (what the schedule
-    counts); optimizer_steps: updates applied.
+    tokens_read: positions of the windows' rows, padding included, each once however many ranks went
+    through its row; tokens_supervised: targets among them; tokens_updated: targets whose gradient
+    was applied (what the schedule counts); optimizer_steps: updates applied.
     """
 
     tokens_read: int = 0

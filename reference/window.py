@@ -21,7 +21,8 @@ class Microbatch:
 
     input_ids [B,T] int64; labels [B,T] int64, `NO_TARGET` where nothing is predicted; positions
     [B,T] int64; documents [B,T] int32 or None (one document a row); num_bytes: size in bytes of
-    the raw text that the targets stand for, where it is known (evaluation needs it).
+    the raw text that the targets stand for, where it is known (evaluation needs it). is_stand_in:
+    the rows go through the model because other ranks wait for it; another rank has read them.
 
     Raises ValueError when the shapes differ.
     """
@@ -31,6 +32,7 @@ class Microbatch:
     positions: Tensor
     documents: Tensor | None = None
     num_bytes: int | None = None
+    is_stand_in: bool = False
 
     def __post_init__(self) -> None:
         shape = tuple(self.input_ids.shape)
@@ -51,8 +53,10 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """B * T: every position that is read, padding and unsupervised ones included."""
-        return self.input_ids.numel()
+        """B * T: every position that is read, padding and unsupervised ones included; 0 of rows
+        that stand in.
+        """
+        return 0 if self.is_stand_in else self.input_ids.numel()
 
     @property
     def num_targets(self) -> int:
@@ -64,11 +68,13 @@ class Microbatch:
         if (start, stop, step) == (0, self.num_rows, 1):
             return self
         chosen = slice(start, stop, step)
-        return Microbatch(
-            self.input_ids[chosen],
-            self.labels[chosen],
-            self.positions[chosen],
-            None if self.documents is None else self.documents[chosen],
+        return replace(
+            self,
+            input_ids=self.input_ids[chosen],
+            labels=self.labels[chosen],
+            positions=self.positions[chosen],
+            documents=None if self.documents is None else self.documents[chosen],
+            num_bytes=None,
         )
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -111,7 +117,7 @@ class Window:
         """The same rows, in order, in `num_microbatches` microbatches of nearly equal row counts.
 
         Raises ValueError unless 1 <= num_microbatches <= rows, and when the rows cannot stand in
-        one tensor (different lengths, or documents given for some only).
+        one tensor (different lengths, documents given for some only, or some that stand in).
         """
         num_rows = self.num_rows
         if not 1 <= num_microbatches <= num_rows:
@@ -150,8 +156,8 @@ class Window:
         """Rows index, index + num_shares, ..., counted from the window's first through its last.
 
         The shares together are the window. Each has as many microbatches as the window, because
-        the ranks that train them make the same calls: a share that gets no row of a microbatch
-        reads the microbatch's first row without its targets.
+        the ranks that train them make the same calls: where a share gets no row of a microbatch,
+        the microbatch's first row stands in, without its targets.
 
         Raises ValueError unless 0 <= index < num_shares.
         """
@@ -166,7 +172,8 @@ class Window:
             share = microbatch.rows(first, microbatch.num_rows, num_shares)
             if share.num_rows == 0:
                 row = microbatch.rows(0, 1)
-                share = replace(row, labels=torch.full_like(row.labels, NO_TARGET), num_bytes=None)
+                labels = torch.full_like(row.labels, NO_TARGET)
+                share = replace(row, labels=labels, num_bytes=None, is_stand_in=True)
             shares.append(share)
         return Window(tuple(shares))
 
@@ -184,6 +191,10 @@ def _concatenate(microbatches: tuple[Microbatch, ...]) -> Microbatch:
     documents = [m.documents for m in microbatches if m.documents is not None]
     if documents and len(documents) < len(microbatches):
         raise ValueError("documents are given for some microbatches only; give them for all")
+    if any(microbatch.is_stand_in for microbatch in microbatches):
+        raise ValueError(
+            "rows stand in for others in this share; split the window and share it out afterwards"
+        )
     return Microbatch(
         torch.cat([microbatch.input_ids for microbatch in microbatches]),
         torch.cat([microbatch.labels for microbatch in microbatches]),

@@ -11,8 +11,9 @@ from unittest import mock
 
 from harness import benign, fault
 from reference.checkpoint.commit import step_name
-from reference.checkpoint.files import MANIFEST, FileRecord, write_files
+from reference.checkpoint.files import MANIFEST, FileRecord
 from reference.checkpoint.tensors import sha256
+from reference.checkpoint.write import write_files
 
 FILE = "m2_atomic::"
 OPERATIONS, INSIDE = f"{FILE}test_killed_at_every_operation", f"{FILE}test_killed_inside_a_file"

@@ -110,6 +110,26 @@ def looks_ahead_into_the_next_rank(reference):
 
 
 @fault(
+    role="train",
+    caught_by=[f"{RECORDS}[2-trim]", f"{RECORDS}[3-overshoot]", f"{RECORDS}[4-trim]"],
+    seen_in="own",
+)
+def counts_rows_that_stand_in(reference):
+    """Counts what a rank without a row of a microbatch goes through in its place as read."""
+
+    class Counting(Window):
+        def share(self, index, num_shares):
+            own = Window.share(self, index, num_shares)
+            return Window(tuple(replace(m, is_stand_in=False) for m in own.microbatches))
+
+    def train(config, stack, windows, *arguments):
+        counting = [Counting(window.microbatches) for window in windows]
+        return reference.train(config, stack, counting, *arguments)
+
+    return train
+
+
+@fault(
     role="accumulate",
     caught_by=[*GRADIENT, *EXAMPLE, FIVE],
     seen_in="karpathy/nanochat PR#175",

@@ -10,6 +10,7 @@ import torch
 from gates import runs
 from gates.faults.checkpoint import load_changed
 from harness import benign, fault
+from reference.data.loader import AHEAD_PER_WORKER
 
 GATE = "m2_resume::test_resume"
 
@@ -109,14 +110,10 @@ class Inner:
 
 
 def moved(state, num_windows):
-    """The position so many windows further on."""
-    place = state["epoch"] * runs.WINDOWS_PER_EPOCH + state["window"] + num_windows
-    epoch, window = divmod(place, runs.WINDOWS_PER_EPOCH)
-    return {**state, "epoch": epoch, "window": window}
-
-
-def consumed(state):
-    return state["epoch"] * runs.WINDOWS_PER_EPOCH + state["window"]
+    """A loader's position so many windows further on."""
+    window = state["window"] + num_windows
+    rows = runs.ROWS_PER_MICROBATCH * runs.MICROBATCHES_PER_WINDOW
+    return {**state, "window": window, "row": window * rows}
 
 
 @fault(role="train", caught_by=cases("twice"), seen_in="huggingface/datasets#8308, PR#8295")
@@ -131,7 +128,7 @@ def counts_from_the_last_resume(reference):
 
         def load_state_dict(self, state):
             super().load_state_dict(state)
-            self.begun = consumed(state)
+            self.begun = state["window"]
 
     return train_changed(reference, lambda stack, windows, _: (stack, Forgetful(windows)))
 
@@ -145,9 +142,10 @@ def reports_a_stale_position_until_every_worker_has_worked(reference):
 
         def state_dict(self):
             now = super().state_dict()
-            if self.loaded is None or consumed(now) - consumed(self.loaded) >= runs.NUM_AHEAD:
+            if self.loaded is None:
                 return now
-            return self.loaded
+            is_stale = now["window"] - self.loaded["window"] < runs.NUM_WORKERS
+            return self.loaded if is_stale else now
 
         def load_state_dict(self, state):
             super().load_state_dict(state)
@@ -157,7 +155,7 @@ def reports_a_stale_position_until_every_worker_has_worked(reference):
 
 
 @fault(
-    role="train", caught_by=cases("prefetch", "twice"), seen_in="KempnerInstitute/KempnerForge#57"
+    role="train", caught_by=cases("workers", "twice"), seen_in="KempnerInstitute/KempnerForge#57"
 )
 def saves_the_position_of_the_workers(reference):
     """The position is that of the next window to be prepared: those that wait are lost."""
@@ -165,15 +163,15 @@ def saves_the_position_of_the_workers(reference):
     class Ahead(Inner):
         def state_dict(self):
             state = super().state_dict()
-            ahead = getattr(self.windows, "num_ahead", 0)
-            return moved(state, min(ahead, runs.NUM_UPDATES - consumed(state)))
+            ahead = AHEAD_PER_WORKER * self.windows.settings.num_workers
+            return moved(state, min(ahead, runs.NUM_UPDATES - state["window"]))
 
     return train_changed(reference, lambda stack, windows, _: (stack, Ahead(windows)))
 
 
 @fault(
     role="train",
-    caught_by=cases("mid-epoch", "prefetch"),
+    caught_by=cases("mid-epoch", "workers"),
     seen_in="huggingface/datasets PR#8408, #7901",
 )
 def loses_what_its_shuffle_buffer_holds(reference):

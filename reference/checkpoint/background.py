@@ -21,6 +21,10 @@ class BackgroundSaver:
     copy in the device's memory only.
 
     An error of a save is raised by the next `submit`, `wait` or `close`, once.
+
+    Several ranks submit snapshots of the same instants in the same order, each to a saver of its
+    own. Their threads make no collective, so that training goes on meanwhile; the checkpoint
+    appears when all have written, and an error is raised on all of them, by the same call.
     """
 
     def __init__(self, save: Callable[[Snapshot], Path]) -> None:

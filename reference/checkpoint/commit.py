@@ -11,22 +11,13 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from reference.checkpoint import disk
 from reference.checkpoint.errors import CheckpointError, MissingRankError
-from reference.checkpoint.files import (
-    MANIFEST,
-    FileRecord,
-    Written,
-    read_manifest,
-    read_state,
-    write_state,
-    write_tensors,
-)
+from reference.checkpoint.files import MANIFEST, FileRecord, read_manifest, read_state
 from reference.checkpoint.load import LocalFolder
 from reference.checkpoint.state import Snapshot, canonical_json, json_parts
 from reference.checkpoint.temporary import (
@@ -36,6 +27,7 @@ from reference.checkpoint.temporary import (
     temporary_name,
 )
 from reference.checkpoint.tensors import sha256
+from reference.checkpoint.write import Written, write_state, write_tensors
 from reference.hf.folder import FolderTakenError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -58,10 +50,10 @@ def save(root: Path | str, snapshot: Snapshot, keep_last: int = 2, keep_every: i
     require_retention(keep_last, keep_every)
     root = Path(root)
     target = root / step_name(snapshot.counters.optimizer_steps)
-    with _explained(f"cannot save {target}; the checkpoints that were there are as they were"):
+    with explained(f"cannot save {target}; the checkpoints that were there are as they were"):
         _publish(target, snapshot)
-    with _explained(f"saved {target}, but could not remove older checkpoints"):
-        _first(snapshot, f"retain {target}", lambda: _retain(root, keep_last, keep_every))
+    with explained(f"saved {target}, but could not remove older checkpoints"):
+        snapshot.peers.first(f"retain {target}", lambda: _retain(root, keep_last, keep_every))
     return target
 
 
@@ -130,7 +122,8 @@ def _make_root(root: Path) -> None:
 
 
 def _publish(target: Path, snapshot: Snapshot) -> None:
-    _require_one_instant(snapshot)
+    _require_one_instant(target, snapshot)
+    peers = snapshot.peers
     with ExitStack() as until_renamed:
 
         def begin() -> str:
@@ -139,22 +132,16 @@ def _publish(target: Path, snapshot: Snapshot) -> None:
             _refuse_complete(target)
             return until_renamed.enter_context(temporary_folder(target)).name
 
-        folder = target.parent / _first(snapshot, f"begin {target}", begin)
-        ranks = snapshot.peers.agree(f"write {target}", lambda: _write_tensors(folder, snapshot))
-        _first(snapshot, f"publish {target}", lambda: _rename(folder, target, snapshot, ranks))
+        folder = target.parent / peers.first(f"begin {target}", begin)
+        ranks = peers.agree(f"write {target}", lambda: _write_tensors(folder, snapshot))
+        peers.first(f"publish {target}", lambda: _rename(folder, target, snapshot, ranks))
 
 
-def _first(snapshot: Snapshot, topic: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives on the first rank; the others wait for it."""
-    peers = snapshot.peers
-    return peers.agree(topic, work if peers.index == 0 else lambda: None)[0]
-
-
-def _require_one_instant(snapshot: Snapshot) -> None:
+def _require_one_instant(target: Path, snapshot: Snapshot) -> None:
     """ValueError unless the ranks have the same counters, data position and all else they share."""
     peers, parts = snapshot.peers, json_parts(snapshot)
     told = peers.agree(
-        f"save {snapshot.counters.optimizer_steps}",
+        f"compare for {target}",  # others may be saved meanwhile by another thread
         lambda: {name: sha256([canonical_json(part)]) for name, part in parts.items()},
     )
     for rank, theirs in enumerate(told):
@@ -164,13 +151,13 @@ def _require_one_instant(snapshot: Snapshot) -> None:
 
 
 def _write_tensors(folder: Path, snapshot: Snapshot) -> Written:
-    return write_tensors(snapshot, lambda name, pieces: _write(folder / name, pieces))
+    return write_tensors(snapshot, lambda name, pieces: write_file(folder / name, pieces))
 
 
 def _rename(folder: Path, target: Path, snapshot: Snapshot, ranks: list[Written]) -> None:
     """Writes what is said of all files, and gives the folder its name when they are all there."""
-    manifest = write_state(snapshot, ranks, lambda name, pieces: _write(folder / name, pieces))
-    _write(folder / MANIFEST, [manifest])
+    manifest = write_state(snapshot, ranks, lambda name, pieces: write_file(folder / name, pieces))
+    write_file(folder / MANIFEST, [manifest])
     read_state(LocalFolder(folder), read_manifest(LocalFolder(folder)))
     fsync_folder(folder)
     _refuse_complete(target)
@@ -182,7 +169,7 @@ def _rename(folder: Path, target: Path, snapshot: Snapshot, ranks: list[Written]
     fsync_folder(target.parent)
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
     """Writes the pieces into a new file and waits until it is on the device.
 
     Each piece is hashed once and compared with what the file holds then. To hash all of the file
@@ -248,7 +235,7 @@ def _retain(root: Path, keep_last: int, keep_every: int) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """An OSError of the block, of the same kind and number, with `what` before its reason."""
     try:
         yield

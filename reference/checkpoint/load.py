@@ -9,6 +9,15 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from reference.checkpoint.description import (
+    Json,
+    difference,
+    layouts,
+    model_config,
+    named_tensors,
+    settings_fields,
+    weight_decays,
+)
 from reference.checkpoint.errors import CheckpointError
 from reference.checkpoint.files import (
     JSON_PARTS,
@@ -22,16 +31,7 @@ from reference.checkpoint.files import (
 )
 from reference.checkpoint.peers import ALONE, Peers, peers_of
 from reference.checkpoint.shards import Box, Shard, shards_of, whole, world_of
-from reference.checkpoint.state import (
-    Json,
-    Snapshot,
-    difference,
-    layouts,
-    model_config,
-    named_tensors,
-    settings_fields,
-    weight_decays,
-)
+from reference.checkpoint.state import Snapshot
 from reference.checkpoint.stored import Chunk, Tables, read, require_headers, tables, wholes
 from reference.checkpoint.tensors import Layout, some
 from reference.optimizer import AdamState

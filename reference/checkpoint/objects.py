@@ -25,12 +25,12 @@ from reference.checkpoint.files import (
     FileRecord,
     read_manifest,
     require_written,
-    write_files,
 )
 from reference.checkpoint.load import Expected, load_from
 from reference.checkpoint.state import Snapshot, canonical_json
 from reference.checkpoint.temporary import FOREIGN_AGE_SECONDS
 from reference.checkpoint.tensors import parse_object, sha256
+from reference.checkpoint.write import write_files
 from reference.hf.folder import FolderTakenError
 
 MARKER = "COMPLETE"

@@ -61,6 +61,10 @@ class Peers:
                 raise _error(*answer["error"]) from own_error
         return [answer["result"] for answer in answers]
 
+    def first(self, topic: str, work: Callable[[], Any]) -> Any:
+        """What work() gives on the first rank, which alone does it; the rest as `agree`."""
+        return self.agree(topic, work if self.index == 0 else _nothing)[0]
+
     def _exchange(self, topic: str, message: str) -> list[bytes]:
         attempt = self.store.add(f"{topic}/attempts of {self.index}", 1)
         place = f"{topic}/{attempt}"
@@ -98,6 +102,10 @@ def peers_of(group: Any) -> Peers:
         return ALONE
     store = dist.distributed_c10d._get_process_group_store(group)
     return Peers(*rank_in(group), store)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _words(error: ValueError | OSError) -> str:

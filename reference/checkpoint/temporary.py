@@ -13,6 +13,7 @@ from pathlib import Path
 from reference.checkpoint import disk
 
 PREFIX = "."
+NAMES = ("step-*", "anomaly-*")  # of what is written under a temporary name
 # A lock is seen by all processes of a host, not always by other hosts: theirs must be old besides.
 FOREIGN_AGE_SECONDS = 24 * 3600.0
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
@@ -57,7 +58,7 @@ def remove_leftovers(root: Path) -> None:
     A writer is dead when nobody holds its folder's lock and it ran on this host, or the folder
     was not changed for FOREIGN_AGE_SECONDS. Where there are no locks nothing is removed.
     """
-    for folder in sorted(root.glob(f"{PREFIX}step-*.*.*")):
+    for folder in sorted(path for name in NAMES for path in root.glob(f"{PREFIX}{name}.*.*")):
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:

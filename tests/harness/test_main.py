@@ -160,6 +160,13 @@ def test_what_did_not_run_is_no_success(gates, capsys):
     assert "INCOMPLETE" in capsys.readouterr().out
 
 
+def test_a_seed_whose_gates_cannot_be_collected_says_why(gates, capsys):
+    folder = gates()
+    (folder / "m0_x.py").write_text("import no_such_module\n")
+    assert main(["false-alarms", "--seeds", "1", "-p", "no:cacheprovider", "m0_x.py"]) == 2
+    assert "No module named 'no_such_module'" in capsys.readouterr().err
+
+
 def test_a_seed_without_evidence_is_a_clear_error(gates, capsys):
     gates()
     assert main(["false-alarms", "--seeds", "1", "--no-such-option"]) == 2

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_runs import IDENTITY, expected_of, hashed_again, names, run_of, snapshot_of
 
 from reference.checkpoint import (
+    BackgroundSaver,
     CheckpointError,
     FolderTakenError,
     MissingRankError,
@@ -243,6 +245,53 @@ def test_ranks_at_two_instants_are_refused_by_all(snapshot, tmp_path):
     told = on_each(lambda part: save(tmp_path, part), parts)
     assert {str(e) for e in told} == {"ranks 0 and 1 are not at one instant: other data"}
     assert latest(tmp_path) is None
+
+
+# --- beside training ---------------------------------------------------------------------------
+
+
+def test_two_saves_of_one_step_do_not_mix_whichever_a_rank_begins_first(snapshot, tmp_path):
+    """As when an anomaly is kept while the checkpoint of the same step is written in a thread."""
+    ranks = peers(2)
+    parts = shared_out(snapshot, ranks)
+    others = [replace(part, data={"epoch": 1, "next_window": 8}) for part in parts]
+
+    def both(part, other):
+        is_first = part.peers.index == 0
+        one, two = [(tmp_path / "a", part), (tmp_path / "b", other)][:: 1 if is_first else -1]
+        with ThreadPoolExecutor(1) as executor:
+            begun = executor.submit(save, *one)
+            time.sleep(0.2)
+            save(*two)
+            begun.result()
+
+    assert on_each(both, parts, others) == [None, None]
+    for folder, part in (("a", parts[0]), ("b", others[0])):
+        assert load(latest(tmp_path / folder), expected_of()).data == part.data
+
+
+def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_same_call(
+    snapshot, tmp_path, monkeypatch
+):
+    real = disk.create
+
+    def create(path):
+        if "00001-of" in path.name:
+            raise OSError(28, "No space left on device")
+        return real(path)
+
+    monkeypatch.setattr(disk, "create", create)
+
+    def submitted(part):
+        with BackgroundSaver(partial(save, tmp_path)) as saver:
+            saver.submit(part)
+            try:
+                saver.submit(part)
+            except OSError as error:
+                return str(error)
+
+    told = on_each(submitted, shared_out(snapshot, peers(3)))
+    assert len(set(told)) == 1 and "No space left" in told[0] and names(tmp_path) == []
 
 
 # --- damage ------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 import json
 import time
 from itertools import islice
+from threading import Semaphore
 from types import SimpleNamespace
 
 import pytest
 import torch
 from data_folders import write_folder
 
-from reference.data.loader import Loader, LoaderSettings
+from reference.data.loader import AHEAD_PER_WORKER, Loader, LoaderSettings
 from reference.data.order import Interleaving, buffered_shuffle
 from reference.data.policy import PackingPolicy
 from reference.data.windows import SplitWindows
@@ -69,6 +70,30 @@ def test_the_position_is_of_what_was_handed_out(windows):
     other.load_state_dict(state)
     assert len(other) == 15 and same(other, whole[5:])
     assert same(other, whole[5:])  # a pass begins where the state said, again and again
+
+
+def test_workers_make_updates_before_they_are_asked_for(windows, monkeypatch):
+    read, made = windows.read, Semaphore(0)
+
+    def counted(numbers):
+        made.release()
+        return read(numbers)
+
+    monkeypatch.setattr(windows, "read", counted)
+    going = iter(loader(windows, num_workers=2))
+    next(going)
+    # In two microbatches each: the update that was handed out, and two more for each worker.
+    assert all(made.acquire(timeout=10) for _ in range(2 * (1 + 2 * AHEAD_PER_WORKER)))
+
+
+def test_a_loaded_position_ends_the_pass_before(windows):
+    one = loader(windows, num_workers=2)
+    old = iter(one)
+    next(old)
+    one.load_state_dict(one.state_dict())
+    with pytest.raises(RuntimeError, match="ended by a newer one or by load_state_dict"):
+        next(old)
+    assert len(list(one)) == 19
 
 
 def test_a_finished_pass_has_nothing_left(windows):

@@ -30,6 +30,8 @@ def window(num_bytes=8, documents=True):
 def test_the_numbers_of_the_book():
     assert bits_per_byte(2.3, 4) == pytest.approx(0.8295, abs=5e-5)
     assert perplexity(9.0, 3) == pytest.approx(math.exp(3))
+    assert perplexity(2 * 710.0, 2) == math.inf  # a run that diverged is told, not a traceback
+    assert math.isnan(perplexity(math.nan, 2))
 
 
 @pytest.mark.parametrize("mean", [perplexity, bits_per_byte])

@@ -1,10 +1,9 @@
-"""Windows and Prefetch know the next window that nobody has had."""
+"""Windows know the next window that nobody has had."""
 
 import pytest
 import torch
 
 from reference.data.pack import Rows
-from reference.data.prefetch import Prefetch
 from reference.data.training_text import Windows
 
 NUM_WINDOWS = 17  # three epochs of 5 windows (the fifth one short) and 2 windows more
@@ -19,61 +18,47 @@ def windows(seed=1, **others):
     return Windows(rows(), seed, NUM_WINDOWS, 3, 2, **others)
 
 
-def prefetched():
-    return Prefetch(windows(), 4)
-
-
 def ids(source):
     return [[int(row) for m in w.microbatches for row in m.input_ids[:, 0]] for w in source]
 
 
-SOURCES = pytest.mark.parametrize("make", [windows, prefetched])
-
-
-@SOURCES
-def test_the_state_is_the_next_window_that_was_not_handed_out(make):
-    whole = ids(make())
+def test_the_state_is_the_next_window_that_was_not_handed_out():
+    whole = ids(windows())
     assert len(whole) == NUM_WINDOWS
     for num_taken in range(NUM_WINDOWS + 1):
-        first, second = make(), make()
+        first, second = windows(), windows()
         going = iter(first)
         head = [next(going) for _ in range(num_taken)]
         second.load_state_dict(first.state_dict())
         assert len(second) == NUM_WINDOWS - num_taken
         assert ids(head) + ids(second) == whole
-        going.close()
 
 
-@SOURCES
-def test_a_position_can_be_taken_again_and_again(make):
-    whole, state, seen = ids(make()), make().state_dict(), []
-    for num_taken in (3, 1, 2, 1, 6, 4):  # of these, some are fewer than are made ahead
-        source = make()
+def test_a_position_can_be_taken_again_and_again():
+    whole, state, seen = ids(windows()), windows().state_dict(), []
+    for num_taken in (3, 1, 2, 1, 6, 4):
+        source = windows()
         source.load_state_dict(state)
         going = iter(source)
         seen += ids([next(going) for _ in range(num_taken)])
         state = source.state_dict()
-        going.close()
     assert seen == whole
 
 
-@SOURCES
-def test_the_end_of_an_epoch_is_the_start_of_the_next_one(make):
-    source = make()
+def test_the_end_of_an_epoch_is_the_start_of_the_next_one():
+    source = windows()
     going = iter(source)
     for _ in range(5):
         next(going)
     state = source.state_dict()
     assert (state["epoch"], state["window"]) == (1, 0)
-    going.close()
 
 
-@SOURCES
-def test_a_pass_begins_at_the_loaded_position_however_often(make):
-    source = make()
+def test_a_pass_begins_at_the_loaded_position_however_often():
+    source = windows()
     list(source)
     source.load_state_dict({**source.state_dict(), "epoch": 3, "window": 0})
-    assert ids(source) == ids(source) == ids(make())[15:]
+    assert ids(source) == ids(source) == ids(windows())[15:]
 
 
 @pytest.mark.parametrize(
@@ -99,32 +84,3 @@ def test_a_position_in_other_windows_is_refused(change, message):
 
 def test_other_rows_have_another_hash():
     assert Windows(rows(), 0, 1).rows_sha256 != Windows(rows(1), 0, 1).rows_sha256
-
-
-class Broken(Windows):
-    def __iter__(self):
-        yield from list(super().__iter__())[:2]
-        raise OSError("the disk is gone")
-
-
-def test_an_error_of_the_thread_comes_where_its_window_was_due():
-    source = Prefetch(Broken(rows(), 1, NUM_WINDOWS, 3, 2), 4)
-    seen = []
-    with pytest.raises(OSError, match="the disk is gone"):
-        for window in source:
-            seen.append(window)
-    assert len(seen) == 2
-
-
-def test_a_pass_that_a_newer_one_ended_says_so():
-    source = prefetched()
-    old = iter(source)
-    next(old)
-    assert ids(source) == ids(windows())
-    with pytest.raises(RuntimeError, match="ended by a newer one"):
-        next(old)
-
-
-def test_prefetching_nothing_is_refused():
-    with pytest.raises(ValueError, match="num_ahead must be >= 1, got 0"):
-        Prefetch(windows(), 0)

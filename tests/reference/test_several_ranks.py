@@ -1,5 +1,6 @@
 """The training command on several ranks takes the updates of one process, and says so once."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,16 +12,17 @@ from safetensors.torch import load_file
 
 from reference import several_ranks
 from reference.checkpoint import latest
+from reference.stack import ROLES
 from reference.train_command import main
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--updates", "3", "--seed", "1"]
 
 
-def launched(*arguments, program=("-m", "reference.train")):
-    """Two ranks on this machine."""
+def launched(*arguments, program=("-m", "reference.train"), num_ranks=2):
+    """Ranks on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               "2", *map(str, program), *arguments]  # fmt: skip
+               str(num_ranks), *map(str, program), *arguments]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
@@ -41,8 +43,57 @@ def test_two_ranks_train_the_model_of_one_process(name, tmp_path, capsys):
     assert all(torch.allclose(one[key], two[key], atol=1e-4) for key in one)
 
 
-def as_if_launched(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+SHORT = [*SMALL, "--corpus", "python-docs", "--corpus-bytes", "60000", "--row-tokens", "32"]
+DEGREE = "--data-parallel-shard-degree"
+
+
+@pytest.mark.parametrize("name", ["reference", "fsdp2"])
+def test_two_replicas_of_two_shards_print_the_losses_of_one_process(name, tmp_path, capsys):
+    """And what they saved, with its mesh, goes on as one copy over the same ranks."""
+    assert main(SHORT) == 0
+    want = capsys.readouterr().out.splitlines()
+    arguments = [*SHORT, "--distribute", name, "--checkpoint-activations",
+                 "--checkpoints", str(tmp_path)]  # fmt: skip
+    ran = launched(*arguments, DEGREE, "2", num_ranks=4)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == want
+    if name == "reference":  # whose ranks hold plain tensors, on no mesh
+        return
+    state = json.loads((latest(tmp_path) / "state.json").read_text())
+    assert state["world"]["mesh"] == {"('replicate', 'shard')": [2, 2]}
+    resumed = launched(*arguments, "--resume", num_ranks=4)
+    assert resumed.returncode == 0, resumed.stderr
+    first, last = resumed.stdout.splitlines()
+    assert first.endswith("functional: another mesh or placement on 4 ranks")
+    assert last == want[-1]
+
+
+def test_a_rank_computes_in_the_dtype_asked_for_and_keeps_float32(monkeypatch):
+    """One rank, which needs no launcher but its variables."""
+    as_if_launched(monkeypatch, world_size=1, MASTER_ADDR="localhost", MASTER_PORT="0")
+    used, kept = set(), set()
+
+    def linear(x, weight, bias):
+        used.add((x.dtype, weight.dtype))
+        return reference_linear(x, weight, bias)
+
+    def optimizer_step(groups, *others):
+        parameters = [p for group in groups for p in group["params"]]
+        kept.update((p.dtype, p.grad.dtype) for p in parameters)
+        return reference_step(groups, *others)
+
+    reference_linear, reference_step = ROLES["linear"], ROLES["optimizer_step"]
+    monkeypatch.setitem(ROLES, "linear", linear)
+    monkeypatch.setitem(ROLES, "optimizer_step", optimizer_step)
+    arguments = [*SHORT, "--distribute", "fsdp2", "--compute-dtype", "bfloat16"]
+    assert main(arguments) == 0
+    assert used == {(torch.bfloat16, torch.bfloat16)}
+    assert kept == {(torch.float32, torch.float32)}
+
+
+def as_if_launched(monkeypatch, world_size=2, **more):
+    values = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", **more}
+    for name, value in values.items():
         monkeypatch.setenv(name, value)
 
 
@@ -52,6 +103,10 @@ def as_if_launched(monkeypatch):
         (False, ["--distribute", "ddp"], "python -m torch.distributed.run"),
         (True, ["--distribute", "no.such"], "no module with ROLES"),
         (True, ["--distribute", "json"], "no module with ROLES"),
+        (False, [DEGREE, "2"], "--data-parallel-shard-degree needs several ranks; start them"),
+        (True, [DEGREE, "3"], "3 does not divide the 2 ranks; choose one of 1, 2, or start"),
+        (True, [DEGREE, "4"], "4 does not divide the 2 ranks"),
+        (True, ["--distribute", "ddp", DEGREE, "2"], "2 of 2 ranks: --distribute ddp keeps a copy"),
     ],
 )
 def test_bad_input_is_named_and_exits_2(is_launched, arguments, message, monkeypatch, capsys):

@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from reference import train_command as module
+from reference.config import preset
 from reference.data.json_tokenizer import JsonTokenizer
 from reference.data.tokenizer import ByteTokenizer
-from reference.data.training_text import language_text, python_text
+from reference.data.training_text import MICROBATCHES_PER_WINDOW, language_text, python_text
+from reference.stack import ROLES
 from reference.train_command import main
 
 SMALL = ["--corpus", "python-docs", "--corpus-bytes", "200000"]
@@ -136,6 +138,25 @@ def test_the_command_trains_in_bfloat16_with_float32_parameters(monkeypatch):
     assert result.model.config.compute_dtype == torch.bfloat16
     assert {parameter.dtype for parameter in result.model.parameters()} == {torch.float32}
     assert {s.first_moment.dtype for s in result.optimizer_state.values()} == {torch.float32}
+
+
+def test_layers_that_are_computed_again_train_to_the_same_digits(capsys, monkeypatch):
+    calls, swiglu = [], ROLES["swiglu"]
+
+    def counted(gate, up):
+        calls.append(gate.shape)
+        return swiglu(gate, up)
+
+    monkeypatch.setitem(ROLES, "swiglu", counted)
+    told, num_calls = [], []
+    for more in ([], ["--checkpoint-activations"]):
+        calls.clear()
+        assert main([*SMALL, "--updates", "3", "--lora-rank", "2", *more]) == 0
+        told.append(capsys.readouterr().out)
+        num_calls.append(len(calls))
+    assert told[0] == told[1]
+    num_microbatches = 3 * MICROBATCHES_PER_WINDOW
+    assert num_calls[1] - num_calls[0] == num_microbatches * preset("bytes-0.09m").num_layers
 
 
 def held_out(line):

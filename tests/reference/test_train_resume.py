@@ -5,14 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from data_folders import write_folder
 
 from reference.checkpoint.commit import latest
 from reference.checkpoint.load import expected
 from reference.checkpoint.state import digests
 from reference.config import preset
+from reference.data.loader import Loader, LoaderSettings
 from reference.data.pack import pack
-from reference.data.prefetch import Prefetch
+from reference.data.policy import PackingPolicy
 from reference.data.training_text import Windows
+from reference.data.windows import SplitWindows
 from reference.resume import Checkpoints
 from reference.schedule import Schedule
 from reference.stack import ROLES
@@ -29,6 +32,18 @@ def windows(num_updates=NUM_UPDATES, seed=1):
     """Epochs of 5 windows of 3 or fewer microbatches."""
     text = torch.randint(257, (8 * 27 + 1,), generator=torch.Generator().manual_seed(0))
     return Windows(pack([text], 8, "drop"), seed, num_updates, 2, 3)
+
+
+def split_of(folder):
+    """Windows of two sources, read from a folder."""
+    sources = [[[b"a first source " * 10, b"and more"]], [[b"and a second one " * 5]]]
+    texts = {"train": sources, "validation": [[[b"held out"]]]}
+    return SplitWindows(folder, write_folder(folder, texts, PackingPolicy(8)), "train")
+
+
+def loader(split):
+    """Whose workers are as many updates ahead as come between two saves, and more."""
+    return Loader(split, LoaderSettings(1, NUM_UPDATES, 2, 3, num_workers=2), STACK)
 
 
 def run(
@@ -76,11 +91,13 @@ WITH_DROPOUT = SimpleNamespace(
 
 
 @pytest.mark.parametrize("stack", [STACK, WITH_DROPOUT], ids=["plain", "dropout"])
-@pytest.mark.parametrize("ahead", [None, 4], ids=["direct", "prefetch"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["direct", "workers"])
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 def test_stopped_at_any_update_and_resumed_it_is_the_same_run(tmp_path, stack, ahead, background):
+    split = split_of(tmp_path / "data")
+
     def source():
-        return windows() if ahead is None else Prefetch(windows(), ahead)
+        return loader(split) if ahead else windows()
 
     torch.manual_seed(3)
     whole = run(tmp_path / "whole", source(), stack, background=background)

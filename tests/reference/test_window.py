@@ -133,12 +133,20 @@ def test_shares_together_are_the_rows_of_the_window(num_shares):
         dealt |= {index + num_shares * place: row for place, row in enumerate(rows)}
     assert [dealt[index] for index in range(8)] == [[2 * i + 1, 2 * i + 2] for i in range(8)]
     assert sum(share.num_targets for share in shares) == window.num_targets
+    assert sum(share.num_tokens for share in shares) == window.num_tokens
 
 
-def test_a_share_without_a_row_reads_one_without_targets():
+def test_a_share_without_a_row_goes_through_one_and_reads_nothing():
     share = rows_of([[1, 2], [3, 4]]).share(2, 3)
-    assert (share.num_rows, share.num_targets) == (1, 0)
     assert share.microbatches[0].input_ids.tolist() == [[1, 2]]
+    for same in (share, share.to("cpu"), share.trim(0), share.split(1)):
+        assert (same.num_rows, same.num_targets, same.num_tokens) == (1, 0, 0)
+
+
+def test_rows_that_are_read_and_one_that_is_not_are_not_mixed():
+    share = rows_of([[1, 2], [3, 4]], [[5, 6]]).share(1, 2)
+    with pytest.raises(ValueError, match="split the window and share it out afterwards"):
+        share.split(1)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
