@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from reference.config import DecoderConfig
+from reference.data.text_batches import text_batches
 from reference.data.tokenizer import ids_of_one_document
+
+BATCH_CHARACTERS = 2**20  # the library keeps some hundred bytes of each token that it makes
 
 
 class JsonTokenizer:
@@ -79,6 +82,12 @@ class JsonTokenizer:
         for number, data in enumerate(documents):
             with _in_document(number):
                 texts.append(self._readable(data))
+        tokens: list[Tensor] = []
+        for batch in text_batches(texts, BATCH_CHARACTERS):
+            tokens += self._encoded(batch, len(tokens))
+        return tokens
+
+    def _encoded(self, texts: Sequence[str], num_before: int) -> list[Tensor]:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception where a word is unknown
@@ -86,7 +95,7 @@ class JsonTokenizer:
         tokens = []
         for number, encoding in enumerate(encodings):
             if self._unknown is not None and self._unknown in encoding.ids:
-                with _in_document(number):
+                with _in_document(num_before + number):
                     self._ids(texts[number])  # which says what is unknown
             tokens.append(torch.from_numpy(np.array([*encoding.ids, self.eos], dtype=np.int64)))
         return tokens

@@ -64,15 +64,31 @@ STEPS = {
         ("datasets", "pyarrow", "zstandard"),
     ),
     "duplicates": (
-        ("shingles", "near_duplicates", "duplicate_sample", "clustering", "split"),
+        (
+            "shingles",
+            "text_batches",
+            "near_duplicates",
+            "duplicate_sample",
+            "clustering",
+            "split",
+        ),
         ("numpy", "rensa"),
     ),
     "tokenizer": (
-        ("tokenizing", "bpe", "tokenizer", "json_tokenizer", "open_tokenizer", "ids", "acceptance"),
+        (
+            "tokenizing",
+            "bpe",
+            "tokenizer",
+            "json_tokenizer",
+            "text_batches",
+            "open_tokenizer",
+            "ids",
+            "acceptance",
+        ),
         ("tokenizers",),
     ),
     "shards": (("writing", "shards", "manifest", "account"), ("pyarrow",)),
-    "contamination": (("checking", "contamination", "shingles"), ("numpy",)),
+    "contamination": (("checking", "contamination", "shingles", "text_batches"), ("numpy",)),
 }
 
 

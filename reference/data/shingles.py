@@ -17,6 +17,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from reference.data.text_batches import text_batches
+
 Hashes = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -38,7 +40,7 @@ def shingles(texts: Sequence[bytes], num_words: int) -> tuple[Hashes, Places]:
         raise ValueError(f"num_words is {num_words}, must be at least 1")
     parts: list[Hashes] = []
     counts: list[Places] = []
-    for batch in _batches(texts):
+    for batch in text_batches(texts, BATCH_BYTES):
         hashes, number = _shingles_of_batch(batch, num_words)
         parts.append(hashes)
         counts.append(np.bincount(number, minlength=len(batch)).astype(np.int64))
@@ -51,17 +53,6 @@ def jaccard(left: bytes, right: bytes, num_words: int) -> float:
     a, b = (np.unique(shingles([text], num_words)[0]) for text in (left, right))
     shared = len(np.intersect1d(a, b, assume_unique=True))
     return shared / max(len(a) + len(b) - shared, 1)
-
-
-def _batches(texts: Sequence[bytes]) -> list[Sequence[bytes]]:
-    batches: list[Sequence[bytes]] = []
-    first = size = 0
-    for place, text in enumerate(texts):
-        if size and size + len(text) > BATCH_BYTES:
-            batches.append(texts[first:place])
-            first, size = place, 0
-        size += len(text) + 1
-    return [*batches, texts[first:]] if size else batches
 
 
 def _shingles_of_batch(texts: Sequence[bytes], num_words: int) -> tuple[Hashes, Places]:
