@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gates import fresh_process
 from gates.texts import changed_end, jaccard, joined, read_folder, words, write_manifest
 from harness import gate
 from reference.data.near_duplicates import DuplicateSettings
@@ -177,19 +178,31 @@ def test_counts(stack, rng, check, tmp_path):
     check("exact copies", names["exact duplicate"], equal=5, because="as planted")
 
 
+def in_new_process(recipe):
+    """A `prepare` that calls that of the stack on trial in a new process."""
+    return lambda *arguments: fresh_process.call(recipe, prepare_here, "cpu", *arguments)
+
+
+def prepare_here(stack, *arguments):
+    stack.prepare(*arguments)
+
+
 @gate(
-    claim="the same sources give the same bytes, in another run and with another number of workers",
+    claim="the same sources give the same bytes, again, with another number of workers, and in a "
+    "new process, in which texts have other hashes",
     roles=["prepare"],
     not_claimed="other versions of the code and the libraries, which the manifest names",
     source="design: same bytes out for the same input on two runs and with 1, 2 and 4 workers",
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_same_bytes(stack, workers, rng, check, tmp_path):
+@pytest.mark.parametrize("second", [1, 2, "new-process"])
+def test_same_bytes(stack, recipe, second, rng, check, tmp_path):
+    elsewhere = second == "new-process"
+    other = SimpleNamespace(prepare=in_new_process(recipe)) if elsewhere else stack
     found = []
-    for name, num in (("first", 1), ("second", workers)):
+    for name, own, num in (("first", stack, 1), ("second", other, 1 if elsewhere else second)):
         folder = tmp_path / name
         folder.mkdir()
-        prepared(stack, folder, "data", rng, workers=num)
+        prepared(own, folder, "data", rng, workers=num)
         found.append(
             {
                 file.relative_to(folder / "data").as_posix(): file.read_bytes()
@@ -204,7 +217,9 @@ def test_same_bytes(stack, workers, rng, check, tmp_path):
         found[-1]["manifest.json"] = json.dumps(manifest)
     check("files", sorted(found[1]), equal=sorted(found[0]), because="the same names")
     differing = sum(found[0][name] != found[1].get(name) for name in found[0])
-    check("files with other bytes", differing, equal=0, because="no time, no order of workers")
+    check(
+        "files with other bytes", differing, equal=0, because="no time, no order of workers or sets"
+    )
 
 
 @gate(

@@ -91,7 +91,7 @@ def read(loader, num_updates):
 @gate(
     claim="a pass that is saved and gone on with gives the windows that one never stopped gives",
     roles=["loader", "interleave"],
-    not_claimed="a whole training run (m2_resume)",
+    not_claimed="a new process (m1_new_process), a whole training run (m2_resume)",
     source="paiml/entrenar#294; huggingface/accelerate PR#4071; huggingface/datasets#8308 (the "
     "second resume), PR#8408 (the buffer); verl-project/verl#7401 (at an epoch's end)",
 )

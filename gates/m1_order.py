@@ -18,7 +18,7 @@ ACCIDENT = "30 rows have 2.7e32 orders: an equal one is no accident"
     claim="a shuffle buffer gives every row once, none earlier than the buffer allows, and another "
     "order in each epoch and seed",
     roles=["buffered_shuffle"],
-    not_claimed="that it mixes as well as a shuffle of the whole",
+    not_claimed="that it mixes as well as a shuffle of the whole; a new process (m1_new_process)",
     source="huggingface/datasets PR#8408, #7901: what the buffer holds is lost; "
     "huggingface/trl PR#6351: the epoch is not folded into the seed",
 )
@@ -40,7 +40,7 @@ def test_buffered_shuffle(stack, check, for_all):
         because = "a buffer of n rows has read n rows beyond those that left it"
         check("rows that leave too early", early >= buffer_rows, equal=False, because=because)
         again = stack.buffered_shuffle(num_rows, seed, epoch, buffer_rows).tolist()
-        check("the same again", again == order, equal=True, because="a run can be repeated")
+        check("the same again", again == order, equal=True, because="a seed is one order")
         if min(num_rows, buffer_rows) < 30:
             return
         for name, other_seed, other_epoch in (
@@ -133,7 +133,7 @@ def test_epochs(stack, check):
 @gate(
     claim="what stands at a place depends on the seed and the place alone, not on what was asked",
     roles=["interleave"],
-    not_claimed="speed",
+    not_claimed="speed; a new process (m1_new_process)",
     source="the position of a run is one integer: huggingface/datasets#8308, PR#8295",
 )
 def test_places(stack, check, for_all):

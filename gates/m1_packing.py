@@ -251,7 +251,7 @@ def test_every_row_once(stack, check, for_all):
 @gate(
     claim="an epoch's order is a permutation, repeatable, and another one in each epoch and seed",
     roles=["shuffle"],
-    not_claimed="that permutations are uniform; several workers",
+    not_claimed="that permutations are uniform; several workers; a new process (m1_new_process)",
     source="huggingface/trl PR#6351: the epoch is not folded into the seed, each epoch is the same",
 )
 def test_shuffle(stack, check, for_all):
@@ -265,7 +265,7 @@ def test_shuffle(stack, check, for_all):
             because="the same rows each epoch",
         )
         again = stack.shuffle(num_rows, seed, epoch).tolist()
-        check("the same again", again == order, equal=True, because="a run can be repeated")
+        check("the same again", again == order, equal=True, because="a seed is one order")
         for name, other_seed, other_epoch in (
             ("the next epoch", seed, epoch + 1),
             ("the next seed", seed + 1, epoch),

@@ -235,13 +235,15 @@ def test_refused_ids(stack, vocabulary_size, check):
 @gate(
     claim="the same texts make the same BPE, of the size asked for, that can spell every byte",
     roles=["train_bpe"],
-    not_claimed="that the merges are the best ones",
+    not_claimed="that the merges are the best ones; a new process (m1_new_process)",
     source="a tokenizer is named by the hash of its file; karpathy/minGPT#140",
 )
 def test_bpe(stack, check):
     first = stack.train_bpe(iter(TRAINING), VOCABULARY)
     again = stack.train_bpe(iter(TRAINING), VOCABULARY)
-    check("the same file again", first == again, equal=True, because="no hash order, no threads")
+    check(
+        "the same file again", first == again, equal=True, because="the texts and the size decide"
+    )
     tokenizer = Tokenizer.from_str(first.decode())
     check("tokens", tokenizer.get_vocab_size(), equal=VOCABULARY, because="as many as asked for")
     check("id of the end", tokenizer.token_to_id("<|endoftext|>"), equal=0, because="declared")

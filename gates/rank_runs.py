@@ -13,7 +13,9 @@ from torch import Tensor
 
 from gates import runs
 from gates.distributed import targeted_rows
-from reference.checkpoint import disk, latest
+from reference.checkpoint import CheckpointError, disk, latest
+from reference.checkpoint.files import require_written
+from reference.checkpoint.load import LocalFolder
 from reference.distribute import named_parameters
 from reference.window import Window
 
@@ -48,19 +50,19 @@ def whole_and_held(
     rank: Any, stack: Any, source: runs.Text, folder: Path, saved: int
 ) -> tuple[runs.Run, runs.Run, list[str]]:
     """As whole_and_killed, saved beside training. The disk of the last rank stands still until one
-    more update is done and HELD_S are over; the names of what is published by then.
+    more update is done and HELD_S are over: the names of what is published then and not whole. (A
+    save with a disk of its own is not held, and may be done.)
     """
     watched = runs.with_dropout(stack)
     alone = runs.train(watched, source, rank.device, rank=rank)
     is_held, real = rank.index == rank.world_size - 1, disk.create
-    may_write, has_written = threading.Event(), threading.Event()
+    may_write = threading.Event()
     records: list[Any] = []
     published: list[str] = []
 
     def create(path: Path) -> int:
         if is_held:
             may_write.wait(3 * HELD_S)  # a save that training waits for is slow, but not wrong
-            has_written.set()
         return real(path)
 
     def update_window(*arguments: Any) -> Any:
@@ -68,7 +70,7 @@ def whole_and_held(
         if len(records) == saved + 1:
             time.sleep(HELD_S)
             newest = latest(folder)
-            if is_held and newest and not has_written.is_set():
+            if is_held and newest and not is_whole(newest):
                 published.append(newest.name)
             may_write.set()
         return records[-1]
@@ -78,6 +80,15 @@ def whole_and_held(
     with mock.patch.object(disk, "create", create):
         killed = runs.train(beside, source, rank.device, keeper, saved + 1, rank=rank)
     return alone, killed, published
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every file that the manifest names is there as it says."""
+    try:
+        require_written(LocalFolder(checkpoint))
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def gone_wrong(

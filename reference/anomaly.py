@@ -107,8 +107,9 @@ class AnomalyWatch:
     the generators, as they are. An update_window that does not call `accumulate` and
     `clip_grad_norm` of the stack it is given is not watched.
 
-    Several ranks watch together, each its share of the window. They come to one judgement, because
-    the loss and the norm are those of all ranks, and keep one folder.
+    Several ranks watch together, each its share of the window, and keep one folder. They come to
+    one judgement without a word, because the loss and the norm are those of all ranks: the same to
+    the last bit, as `clip_grad_norm` has to give them.
     """
 
     def __init__(
@@ -153,8 +154,10 @@ class AnomalyWatch:
         step = self._training.counters.optimizer_steps
         directory = self._directory / f"anomaly-{step:08d}"
         peers = peers_of(self._training.group)
+        captured: list[Snapshot] = []
         if not peers.first(f"look for {directory}", directory.exists):
-            before = replace(self._snapshot(), random=self._random)
+            peers.agree(f"capture for {directory}", lambda: captured.append(self._snapshot()))
+            before = replace(captured[0], random=self._random)
             keep(directory, before, window, anomaly, self._stack.save)
 
 

@@ -129,11 +129,12 @@ def _roles(name: str) -> dict[str, Callable[..., Any]]:
 def _require_shards(
     name: str | None, roles: Mapping[str, Any], shape: tuple[int, ...], shard_degree: int | None
 ) -> None:
-    """Refuses a degree for what says of itself that it is DDP, which has no shards."""
+    """Refuses a degree where there are no shards: PLAIN, and what says of itself that it is DDP."""
     is_ddp = getattr(roles.get("distribute"), "communication", None) == "ddp"
-    if is_ddp and shard_degree is not None:
+    if shard_degree is not None and (is_ddp or not roles):
         raise ValueError(
-            f"{SHARD_DEGREE} {shard_degree} of {prod(shape)} ranks: --distribute {name} keeps a "
+            f"{SHARD_DEGREE} {shard_degree} of {prod(shape)} ranks: --distribute {name or PLAIN} "
+            "keeps a "
             "copy of the model on every rank and has no shards; leave the degree out, or choose "
             "--distribute fsdp2"
         )

@@ -33,6 +33,7 @@ from reference.data.training_text import (
     language_text,
     python_text,
 )
+from reference.data.visible import visible
 from reference.distribute import DistributionSettings, recompute_layers
 from reference.evaluate import bits_per_byte
 from reference.hf.folder import refuse_place
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.device = ranks.device
             return _run(options, SimpleNamespace(**{**ROLES, **ranks.roles}), ranks)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(visible(str(error), "\n"))
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -106,7 +107,7 @@ def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
         start.config, text.row_tokens, "--window-tokens of prepare" if folder else "--row-tokens"
     )
     for warning in warnings(folder.manifest) if folder and ranks.index == 0 else []:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        print(f"warning: {visible(warning)}", file=sys.stderr, flush=True)
     windows = text.windows(options.seed, options.updates)
     if not _is_resumed(options) and ranks.index == 0:
         print(f"before: {_score(stack, start.model, text, options.device)}", flush=True)

@@ -105,7 +105,7 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """Positions read over all microbatches, padding included."""
+        """Positions read over all microbatches, padding included, rows that stand in not."""
         return sum(microbatch.num_tokens for microbatch in self.microbatches)
 
     @property

@@ -1,6 +1,7 @@
 """Every gate is shown to fail: it has a fault, and every variant names cases that exist."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import gates
+from gates import fresh_process
 from harness.contract import Gate, variants_beside
+from harness.portable import Recipe
 
 FOLDER = Path(gates.__path__[0])
 
@@ -66,6 +69,30 @@ def test_every_variant_runs_in_every_case_that_it_names(variants, collected):
 def test_names_of_variants_are_unique(variants):
     counts = Counter(variant.name for variant in variants)
     assert not [name for name, count in counts.items() if count > 1]
+
+
+def hash_of_a_text(stack):
+    return hash("a text")
+
+
+def hashes_here_and_there():
+    recipe = Recipe("reference.stack", (), "cpu", None)
+    there = fresh_process.call(recipe, hash_of_a_text, "cpu")
+    return f"{hash_of_a_text(None)} {there}"
+
+
+@pytest.mark.parametrize("seed_here", ["0", "1", "random"])
+def test_texts_have_other_hashes_in_a_fresh_process(seed_here):
+    program = "from tests import test_gates; print(test_gates.hashes_here_and_there())"
+    here, there = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": seed_here},
+        cwd=FOLDER.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert here != there
 
 
 def test_roles_on_trial_are_roles_of_the_stack():

@@ -160,6 +160,8 @@ def _keep_total(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _differentiate_sum(
     ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
+    if dy is None and dtotal is None:
+        return None, None, None, None
     saved = ctx.saved_tensors  # once: under activation checkpointing it computes
     dy, dtotal = (torch.zeros_like(saved[0]) if d is None else d for d in (dy, dtotal))
     dx, dweight = _add_rms_norm_backward(dy, dtotal, *saved)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from candidates.tilelang.dialect import (
     NAMESPACE,
@@ -112,10 +113,13 @@ def _differentiate(ctx: Any, factor: Tensor | None, *_: None) -> tuple[Tensor | 
 def _multiplied(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient * factor, in its own memory if no other backward of the graph will want it.
 
-    torch asks the same before its compiled backwards use saved memory again. A tensor that is being
-    traced is of another class: what is reused is then up to the compiler.
+    torch asks the same before its compiled backwards use saved memory again. Whoever kept what a
+    saved-tensor hook was given sees it change. Traced and batched tensors are copied: what a
+    compiler reuses is up to it.
     """
-    if torch._C._autograd._get_current_graph_task_keep_graph() or type(gradient) is not Tensor:
+    is_batched = is_batchedtensor(factor) or is_legacy_batchedtensor(factor)
+    is_plain = type(gradient) is Tensor and not is_batched
+    if not is_plain or torch._C._autograd._get_current_graph_task_keep_graph():
         return _scaled(gradient, factor)
     gradient = gradient.detach()
     _scale_in_place(gradient, factor)

@@ -20,7 +20,8 @@ from reference.hf.folder import FolderTakenError
 
 DEADLINE_S, POLL_S = 600.0, 0.01
 _ERRORS: dict[str, Callable[[str], Exception]] = {
-    kind.__name__: kind for kind in (CheckpointError, FolderTakenError, MissingRankError)
+    kind.__name__: kind
+    for kind in (CheckpointError, FolderTakenError, MissingRankError, RuntimeError)
 }
 
 
@@ -44,17 +45,17 @@ class Peers:
         what JSON gives back equal.
 
         Raises, on all ranks in the same words, the ValueError or OSError of the first rank whose
-        work raised one, and MissingRankError with the ranks that did not come within the deadline.
-        One that comes later is told the same.
+        work raised one, any other of its exceptions as a RuntimeError, and MissingRankError with
+        the ranks that did not come within the deadline. One that comes later is told the same.
         """
         if self.world_size == 1:
             return [work()]
         own_error = None
         try:
             told = {"result": work()}
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is: the others would wait for this rank
             own_error = error
-            told = {"error": [type(error).__name__, getattr(error, "errno", None), _words(error)]}
+            told = {"error": [_kind(error), getattr(error, "errno", None), _words(error)]}
         answers = [json.loads(text) for text in self._exchange(topic, json.dumps(told))]
         for answer in answers:
             if "error" in answer:
@@ -108,8 +109,14 @@ def _nothing() -> None:
     pass
 
 
-def _words(error: ValueError | OSError) -> str:
+def _words(error: Exception) -> str:
+    if not isinstance(error, (ValueError, OSError)):
+        return f"{type(error).__name__}: {error}"
     return str(getattr(error, "strerror", None) or error)
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__ if isinstance(error, (ValueError, OSError)) else "RuntimeError"
 
 
 def _error(kind: str, number: int | None, words: str) -> Exception:

@@ -16,8 +16,9 @@ if __name__ == "__main__":  # worker processes import this file, too
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heard:
         signal.signal(signal.SIGINT, _end)
+    from reference.data.pipes import ended
     from reference.data.prepare_command import main
 
     if is_heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -17,8 +17,10 @@ import torch
 
 from reference.data.manifest import TOKENIZER, DataError, Manifest, ShardRecord, read_manifest
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
+from reference.data.pipes import ended
 from reference.data.shards import open_documents, open_tokens
 from reference.data.text_files import place_of
+from reference.data.visible import visible
 from reference.options import whole_number
 
 EXACT, CHANGED, REFUSED = "exact", "changed", "refused"
@@ -179,16 +181,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         slices = written_slices(options.data, manifest, tokenizer, options.per_shard)
         found = accept(tokenizer, slices)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(visible(str(error), "\n"))
     for name, one in found.slices.items():
-        print(f"{name}: {one.tokens_per_byte:.4f} tokens per byte, {one.num_documents} documents, "
-              f"{one.num_changed} changed, {one.num_refused} refused")  # fmt: skip
+        print(f"{visible(name)}: {one.tokens_per_byte:.4f} tokens per byte, "
+              f"{one.num_documents} documents, {one.num_changed} changed, "
+              f"{one.num_refused} refused")  # fmt: skip
     for name, outcome in found.probes.items():
         print(f"{name}: {outcome}")
     for problem in found.problems:
-        print(f"PROBLEM {problem}")
+        print(f"PROBLEM {visible(problem)}")
     return 1 if found.problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

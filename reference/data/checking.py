@@ -186,20 +186,26 @@ def _read_evaluation(
         names.update(own)
         all_changed += changed
         progress(_num_tokens(piece))
-    parts = [np.load(file, mmap_mode="r") for file in files]
-    write_whole(work / RUNS, (part.view(np.uint8).data for part in distinct(parts)))
+    write_whole(work / RUNS, (part.view(np.uint8).data for part in distinct(files)))
     return names, all_changed
 
 
-def distinct(parts: Sequence[Hashes]) -> Iterator[Hashes]:
-    """The distinct numbers of sorted parts, sorted, a range of 2^64 / NUM_RANGES after the other.
+def distinct(files: Sequence[Path]) -> Iterator[Hashes]:
+    """The distinct numbers of sorted .npy files, sorted, a range of 2^64 / NUM_RANGES after the
+    other. One file is open at a time: there may be more than a process may open.
 
     Hashes are spread evenly, so a range holds about one in NUM_RANGES of them.
     """
     bounds = np.arange(1, NUM_RANGES, dtype=np.uint64) * np.uint64(2**64 // NUM_RANGES)
-    cuts = [[0, *np.searchsorted(part, bounds).tolist(), len(part)] for part in parts]
+    cuts = []
+    for file in files:
+        part = np.load(file, mmap_mode="r")
+        cuts.append([0, *np.searchsorted(part, bounds).tolist(), len(part)])
     for number in range(NUM_RANGES):
-        own = [part[cut[number] : cut[number + 1]] for part, cut in zip(parts, cuts, strict=True)]
+        own = [
+            np.array(np.load(file, mmap_mode="r")[cut[number] : cut[number + 1]])
+            for file, cut in zip(files, cuts, strict=True)
+        ]
         yield np.unique(np.concatenate([*own, np.zeros(0, np.uint64)]))
 
 

@@ -37,6 +37,7 @@ from reference.data.split import split
 from reference.data.work import Workers, write_arrays, write_whole
 
 DROPPED, EXACT_COPY, NEAR_COPY = -1, -2, -3  # else the index into SPLITS
+MOST_TRIED = 100_000  # clusters times seeds, in search of a seed that works
 REASON = {EXACT_COPY: EXACT, NEAR_COPY: NEAR}
 
 
@@ -92,10 +93,32 @@ def assign(
         if not (assignment.place == index).any():
             raise ValueError(
                 f"no document is left for {name}: {results_text(assignment)}; give more "
-                f"documents (a text file is one, a line of .jsonl is one), or another "
-                f"--validation-fraction or --seed"
+                f"documents (a text file is one, a line of .jsonl is one)"
+                f"{_what_works(assignment, fraction, seed)}"
             )
     return assignment
+
+
+def _what_works(assignment: Assignment, fraction: float, seed: int) -> str:
+    """Settings with which no split of these documents is empty: the smallest fraction of two digits
+    that does it with this seed, the first seed that does it with this fraction.
+    """
+    kept = np.unique(assignment.cluster[assignment.place >= 0], axis=0)
+    clusters = [row.tobytes() for row in kept]
+    if len(clusters) < 2:
+        return ": those there are make one cluster, which is not divided"
+
+    def is_divided(fraction: float, seed: int) -> bool:
+        return len(set(split(clusters, fraction, seed))) > 1
+
+    seeds = range(MOST_TRIED // len(clusters) + 1)
+    found = {
+        "--validation-fraction": next((n / 100 for n in range(1, 100) if is_divided(n / 100, seed)),
+                                      None),
+        "--seed": next((other for other in seeds if is_divided(fraction, other)), None),
+    }  # fmt: skip
+    works = [f"{option} {value}" for option, value in found.items() if value is not None]
+    return f", or {' or '.join(works)}, which works for these" if works else ""
 
 
 def _clustered(

@@ -27,6 +27,7 @@ from reference.data.order import Interleaving
 from reference.data.remarks import decoded_differently
 from reference.data.shards import open_documents
 from reference.data.text_files import place_of
+from reference.data.visible import visible
 from reference.data.windows import SplitWindows
 
 NUM_PHASES = 20
@@ -75,10 +76,10 @@ def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
     slices = manifest.slices
     values = [_per_byte(s.num_tokens - s.num_documents, s.num_bytes) for s in slices]
     density.barh(range(len(slices)), values)  # by place: equal labels would be one bar
-    density.set_yticks(range(len(slices)), [_label(manifest, one) for one in slices])
+    density.set_yticks(range(len(slices)), [_drawn(_label(manifest, one)) for one in slices])
     density.set(title="tokens per byte, without EOS")
     density.tick_params("y", labelsize=7)
-    names = [source.name for source in manifest.sources]
+    names = [_drawn(source.name) for source in manifest.sources]
     left = np.zeros(len(names))
     for reason in _reasons(manifest):
         counts = [source.dropped.get(reason) for source in manifest.sources]
@@ -96,7 +97,7 @@ def draw(manifest: Manifest, directory: Path | str, file: Path) -> None:
     mixed = _mixed(manifest, SplitWindows(directory, manifest, TRAIN))
     part = 100 * np.arange(len(mixed.phases) + 1) / len(mixed.phases)
     steps = np.vstack([mixed.phases, mixed.phases[-1:]]).T
-    labels = [_weighted(manifest, source) for source in range(len(names))]
+    labels = [_drawn(_weighted(manifest, source)) for source in range(len(names))]
     mixing.stackplot(part, steps, labels=labels, step="post")
     mixing.set(
         title="supervised tokens by source", xlabel="part of an epoch, %", ylim=(0, 1),
@@ -122,7 +123,8 @@ def _sources(manifest: Manifest) -> Table:
         counts = [source.dropped.get(reason) for reason in reasons]
         shards = [shard for shard in manifest.shards if shard.source == number]
         weight = _weight(source)
-        table.add_row(
+        _add(
+            table,
             source.name, source.kind, source.licence or "not stated", weight,
             f"{source.num_documents:,}", f"{source.num_bytes:,}",
             *(f"{count.num_documents:,}" if count else "" for count in counts),
@@ -137,7 +139,8 @@ def _slices(manifest: Manifest) -> Table:
     table = _table(*heads, *(["changed by the tokenizer"] if changed else []), title=WRITTEN)
     for one in manifest.slices:
         density = _per_byte(one.num_tokens - one.num_documents, one.num_bytes)
-        table.add_row(
+        _add(
+            table,
             one.split, _name(manifest, one.source), one.slice, f"{one.num_documents:,}",
             f"{one.num_tokens:,}", f"{one.num_bytes:,}", f"{density:.4f}",
             *([f"{changed.get((one.split, one.source, one.slice), 0):,}"] if changed else []),
@@ -149,10 +152,10 @@ def _steps(manifest: Manifest) -> Table:
     table = _table("step", "with", "found", title="steps, and the check")
     for step in manifest.steps:
         results = manifest.contamination if step.name == "contamination" else step.results
-        table.add_row(step.name, _words(step.parameters), _words(results))
+        _add(table, step.name, _words(step.parameters), _words(results))
     tokenizer, policy = manifest.tokenizer, manifest.policy
-    table.add_row("ids", tokenizer.id_dtype, f"{tokenizer.vocabulary_size} tokens")
-    table.add_row("packing", _words(policy), "")
+    _add(table, "ids", tokenizer.id_dtype, f"{tokenizer.vocabulary_size} tokens")
+    _add(table, "packing", _words(policy), "")
     return table
 
 
@@ -161,7 +164,7 @@ def _lengths(manifest: Manifest, directory: Path | str) -> Table:
     table = _table("split", *heads, title="tokens of a document, at these shares of documents")
     for split in SPLITS:
         values = np.quantile(_num_tokens(manifest, directory, split), SHARES)
-        table.add_row(split, *(f"{value:,.0f}" for value in values))
+        _add(table, split, *(f"{value:,.0f}" for value in values))
     return table
 
 
@@ -171,12 +174,13 @@ def _mixing(manifest: Manifest, windows: SplitWindows) -> Table:
     table = _table("part of an epoch", *names, title="share of the supervised tokens")
     num_phases = len(mixed.phases)
     for number, row in enumerate(mixed.phases):
-        table.add_row(
+        _add(
+            table,
             f"{number / num_phases:.0%} to {(number + 1) / num_phases:.0%}",
             *(f"{share:.2%}" for share in row),
         )
     table.add_section()
-    table.add_row("times each is gone through", *(f"{times:.2f}" for times in mixed.times))
+    _add(table, "times each is gone through", *(f"{times:.2f}" for times in mixed.times))
     return table
 
 
@@ -197,13 +201,13 @@ def _decoded(
                 text = f"{text[: SHOWN_CHARACTERS // 2]} [...] {text[-SHOWN_CHARACTERS // 2 :]}"
             record = piece.document
             place = place_of(record.file, record.row)
-            about = f"{record.source}: {place}\nfrom its token {piece.first_token + 1:,}"
-            shown = Text(text)
+            about = (
+                f"{visible(f'{record.source}: {place}')}\nfrom its token {piece.first_token + 1:,}"
+            )
+            shown = Text(visible(text, "\n\t"))
             if ends:
                 shown.append(" <EOS>", style="bold reverse")
-            table.add_row(
-                f"{number + 1:,}", f"{piece.start + 1} to {piece.stop}", Text(about), shown
-            )
+            _add(table, f"{number + 1:,}", f"{piece.start + 1} to {piece.stop}", about, shown)
     return table
 
 
@@ -238,8 +242,13 @@ def _table(*heads: str, title: str) -> Table:
     """Text that is too wide goes on in the next line: numbers are never cut."""
     table = Table(title=title)
     for head in heads:
-        table.add_column(head, overflow="fold")
+        table.add_column(visible(head), overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str | Text) -> None:
+    """A row; what data brings into it is made visible, but for the ends of lines."""
+    table.add_row(*(visible(cell, "\n") if isinstance(cell, str) else cell for cell in cells))
 
 
 def _num_tokens(manifest: Manifest, directory: Path | str, split: str) -> npt.NDArray[Any]:
@@ -265,6 +274,11 @@ def _label(manifest: Manifest, one: SliceRecord) -> str:
     return f"{name} {one.split}" if one.slice == name else f"{name} {one.slice} {one.split}"
 
 
+def _drawn(name: str) -> str:
+    """The name as matplotlib draws it, to which dollars mean a formula."""
+    return visible(name).replace("$", r"\$")
+
+
 def _name(manifest: Manifest, source: int) -> str:
     return manifest.sources[source].name
 
@@ -282,7 +296,7 @@ def _words(values: dict[str, Any], indent: str = "") -> str:
     lines = []
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            lines += [f"{indent}{name}:", _words(value, f"{indent}  ")]
+            lines += [f"{indent}{visible(name)}:", _words(value, f"{indent}  ")]
         elif not isinstance(value, (dict, list)):
-            lines.append(f"{indent}{name}: {value}")
+            lines.append(visible(f"{indent}{name}: {value}"))
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from reference.data.folder_text import open_folder
 from reference.data.loader import Loader
+from reference.data.pipes import ended
 from reference.options import whole_number
 
 ROUNDS = 5
@@ -59,4 +60,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -43,7 +43,7 @@ from reference.data.sources import Source, fingerprint
 from reference.data.split import require_fraction
 from reference.data.text_files import PART_BYTES
 from reference.data.tokenizing import make_tokenizer, parse_tokenizer, tokenize
-from reference.data.work import Workers, publish, working_folder
+from reference.data.work import PolicyRefusedError, Workers, publish, working_folder
 from reference.data.writing import SHARD_TOKENS, training_windows, write_file, write_shards
 from reference.hf.folder import refuse_content, refuse_place
 
@@ -129,7 +129,8 @@ def prepare(
 
     Raises ValueError for sources and settings that cannot be, FolderTakenError (a ValueError) if
     there is something called `directory`, OSError if the disk is full or read-only. Nothing is
-    there then; what was done stays in a working folder beside it, for the next attempt.
+    there then. What was done stays in a working folder beside it, for the next attempt, but after a
+    ValueError that none can help; PolicyRefusedError is one that another packing policy can.
     """
     directory = Path(directory).absolute()
     refuse_place(directory)
@@ -192,7 +193,10 @@ class _Stages:
         remove(folder)
         disk.make_folder(folder)
         shards, files = write_shards(folder, read, assignment, settings.shard_tokens)
-        windows = training_windows(folder, shards, self.sources, settings.policy)
+        try:
+            windows = training_windows(folder, shards, self.sources, settings.policy)
+        except ValueError as error:
+            raise PolicyRefusedError(str(error)) from error
         files[TOKENIZER] = write_file(folder / TOKENIZER, tokenizer.file_bytes)
         dtype = id_dtype_name(tokenizer.vocabulary_size)
         found = unchecked()

@@ -25,11 +25,22 @@ from reference.data.remarks import changed_probes, remarks, warnings
 from reference.data.sources import parse_sources
 from reference.data.text_files import PART_BYTES
 from reference.data.tokenizing import parse_tokenizer
-from reference.data.work import leftovers, work_folder
+from reference.data.visible import visible
+from reference.data.work import goes_on, leftovers, work_folder
 from reference.options import whole_number
 
 DEFAULT_WINDOW_TOKENS = 1024
 WIDTH_WITHOUT_TERMINAL = 160
+POLICY = {
+    "attention": "a token sees what stands before it within its document, or across all that the "
+    "window has",
+    "eos": "predict the token that ends a document, or ignore it: it is no target",
+    "boundary": "ignore a document's first token as a target, or predict it from the document "
+    "before",
+    "tail": "a last window that is not full: drop it, pad it, or wrap, which fills it with tokens "
+    "from the beginning, trained on twice",
+    "positions": "restart at 0 with each document, or continue through the window",
+}
 UNITS = {
     "read": "bytes",
     "duplicates": "documents",
@@ -54,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _prepare(options)
     except ValueError as error:
         parser.error(_said(str(error), error))
+    except BrokenPipeError:
+        raise  # nobody reads on: `pipes.py`
     except (OSError, RuntimeError) as error:
         print(f"error: {_said(str(error), error)}", file=sys.stderr)
         return 1
@@ -65,10 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _said(text: str, error: BaseException) -> str:
     """The text with the notes of the error."""
-    return "; ".join([text, *getattr(error, "__notes__", [])])
+    return visible("; ".join([text, *getattr(error, "__notes__", [])]), "\n")
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: to its child, to the group
     raise KeyboardInterrupt(number)
 
 
@@ -97,16 +111,16 @@ def _prepare(options: argparse.Namespace) -> None:
             manifest = prepare(sources, options.out, settings, options.workers, progress)
     except BaseException as error:
         work = work_folder(options.out.absolute(), key)
-        if work.exists() and not options.out.exists():
+        if goes_on(error) and work.exists() and not options.out.exists():
             error.add_note(
                 f"what was done is kept in {work}: the same command goes on there, also with "
                 f"another packing policy"
             )
         raise
     _console().print(tables(manifest)[0])
-    print(_summary(manifest, options.out, options.tokenizer))
+    print(visible(_summary(manifest, options.out, options.tokenizer), "\n"))
     for warning in warnings(manifest):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {visible(warning)}", file=sys.stderr)
 
 
 def _console() -> Console:
@@ -143,7 +157,7 @@ def _inspect(options: argparse.Namespace) -> None:
     for table in tables(manifest, options.directory, options.windows):
         console.print(table)
     for text in (*remarks(manifest), *(f"warning: {one}" for one in warnings(manifest))):
-        print(text)
+        print(visible(text))
     if options.drawing:
         draw(manifest, options.directory, options.drawing)
         print(f"drawn: {options.drawing}")
@@ -214,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, value in asdict(defaults.policy).items():
         if name in CHOICES:
             add(f"--{name}", choices=CHOICES[name], default=value,
-                help="packing policy (%(default)s)")  # fmt: skip
+                help=f"{POLICY[name]} (%(default)s)")  # fmt: skip
     look = commands.add_parser("inspect", help="print and draw what is in DIR")
     look.add_argument("directory", type=Path, metavar="DIR")
     look.add_argument("--windows", type=_number, default=3, metavar="N", help="windows shown")

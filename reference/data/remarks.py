@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from reference.data.acceptance import CHANGED
-from reference.data.manifest import Manifest
+from reference.data.manifest import SPLITS, VALIDATION, Manifest
 from reference.data.source_folders import counts_text
+
+UNLIKE = 2  # times more, or less, than was asked for
+FEW_DOCUMENTS = 10
 
 
 def remarks(manifest: Manifest) -> list[str]:
@@ -24,7 +27,12 @@ def remarks(manifest: Manifest) -> list[str]:
 
 def warnings(manifest: Manifest) -> list[str]:
     """What may make a held-out loss, or a mixture, another than it seems."""
-    return [*_overlap(manifest), *_changed_text(manifest), *_without_windows(manifest)]
+    return [
+        *_overlap(manifest),
+        *_changed_text(manifest),
+        *_without_windows(manifest),
+        *_held_out(manifest),
+    ]
 
 
 def decoded_differently(manifest: Manifest) -> dict[tuple[str, int, str], int]:
@@ -67,6 +75,27 @@ def _without_windows(manifest: Manifest) -> list[str]:
         for name, number in windows.items()
         if not number
     ]
+
+
+def _held_out(manifest: Manifest) -> list[str]:
+    """Whether little, or another part than was asked for, is held out."""
+    tokens = {name: sum(shard.num_tokens for shard in manifest.shards_of(name)) for name in SPLITS}
+    said = []
+    asked = _parameters(manifest, "duplicates").get("validation_fraction")
+    share = tokens[VALIDATION] / max(sum(tokens.values()), 1)
+    if asked is not None and not asked / UNLIKE <= share <= asked * UNLIKE:
+        said.append(
+            f"{share:.2%} of the tokens are held out, asked for were {asked:.2%}: the fraction "
+            f"counts clusters of documents, and these are of unlike sizes or few; another --seed "
+            f"holds out others"
+        )
+    num = sum(shard.num_documents for shard in manifest.shards_of(VALIDATION))
+    if num < FEW_DOCUMENTS:
+        said.append(
+            f"the held-out loss is on {num:,} documents only, fewer than {FEW_DOCUMENTS}: it says "
+            f"little of others"
+        )
+    return said
 
 
 def changed_probes(manifest: Manifest) -> list[str]:

@@ -12,8 +12,8 @@ from typing import NoReturn
 from reference.data.manifest import FORMAT, MANIFEST, TOKENIZER
 from reference.data.text_files import LINE_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES, kind_of
 
-HIDDEN, PREPARED, LINK, UNKNOWN = (
-    "hidden", "prepared data", "symbolic links", "of no known kind",
+HIDDEN, PREPARED, LINK, UNKNOWN, UNREADABLE_NAME = (
+    "hidden", "prepared data", "symbolic links", "of no known kind", "with a name that is no UTF-8",
 )  # fmt: skip
 _WORK_FOLDER = re.compile(r"\..+\.prepare-[0-9a-f]{12}")
 
@@ -29,9 +29,9 @@ class Below:
 def files_below(root: Path, only: tuple[str, ...] = ()) -> Below:
     """Every file below a folder that is read; a file itself is its list.
 
-    Left out are hidden files and folders (.git, .venv), folders that `prepare` made, symbolic links
-    and files of no known kind; a folder counts once. The work folders of `prepare` are left out and
-    not counted: they come and go.
+    Left out are hidden files and folders (.git, .venv), folders that `prepare` made, symbolic
+    links, names that are no UTF-8 and files of no known kind; a folder counts once. The work
+    folders of `prepare` are left out and not counted: they come and go.
 
     only: endings of names, without the dot in front ("py", "txt.gz"); none: every known kind.
     Raises ValueError for a path that is not there, a file of an unknown kind, a folder that cannot
@@ -76,6 +76,15 @@ def is_prepared(folder: Path) -> bool:
         return False  # it has no manifest that can be read
 
 
+def is_utf8(name: str) -> bool:
+    """Whether the bytes of a file's name are UTF-8: Python stands half a surrogate for others."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def counts_text(counts: dict[str, int]) -> str:
     """ "3 hidden, 1 symbolic links"."""
     return ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items()))
@@ -92,6 +101,8 @@ def _choose_folders(folder: Path, folders: list[str], left_out: Counter[str]) ->
             left_out[HIDDEN] += 1
         elif path.is_symlink():
             left_out[LINK] += 1
+        elif not is_utf8(name):
+            left_out[UNREADABLE_NAME] += 1
         elif is_prepared(path):
             left_out[PREPARED] += 1
         else:
@@ -105,6 +116,8 @@ def _reason(path: Path) -> str | None:
         return HIDDEN
     if path.is_symlink():
         return LINK
+    if not is_utf8(path.name):
+        return UNREADABLE_NAME
     return None if kind_of(path) is not None and path.is_file() else UNKNOWN
 
 

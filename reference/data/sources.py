@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from reference.data.corpus import (
     library_sources,
     python_topics,
 )
-from reference.data.source_folders import Below, files_below
+from reference.data.source_folders import Below, files_below, is_utf8
 from reference.data.text_files import (
     WHOLE_FILE,
     Fields,
@@ -39,14 +39,27 @@ CORPORA = ("language", "python-docs", "python-library")
 LANGUAGE_DOCUMENTS = 8_000
 CHUNK_BYTES, CHUNK_DOCUMENTS = 4 * 2**20, 4096
 _OF_DATASETS = ("config", "split", "revision", "data_files")
-_OPTIONS = ("name", "weight", "licence", "field", "slice", "only", *_OF_DATASETS)
+_OF_ROWS = ("field", "slice")
+_OF_ALL = ("name", "weight", "licence")
+_OPTIONS = {
+    "files": (*_OF_ALL, *_OF_ROWS, "only"),
+    "datasets": (*_OF_ALL, *_OF_ROWS, *_OF_DATASETS),
+    "corpus": _OF_ALL,
+}
+_TAKEN_BY = {
+    **dict.fromkeys(_OF_DATASETS, "datasets:NAME_OR_PATH"),
+    **dict.fromkeys(_OF_ROWS, "files of rows (.jsonl, .json, .ndjson, .parquet, .arrow) and "
+                    "datasets:NAME_OR_PATH"),
+    "only": "folders of files",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Source:
     """kind: "files", "datasets" or "corpus"; place: path, name of a data set or of a corpus;
     origin: the SOURCE as it was given; options: what goes to load_dataset; only: the endings of the
-    files that are read, all known ones if there is none.
+    files that are read, all known ones if there is none; row_options: those of `field` and `slice`
+    that were given.
     """
 
     name: str
@@ -58,10 +71,22 @@ class Source:
     weight: float | None
     options: dict[str, str]
     only: tuple[str, ...] = ()
+    row_options: tuple[str, ...] = ()
 
     def below(self) -> Below:
-        """The files of a local source, and what is left out; none of others."""
-        return files_below(Path(self.place), self.only) if self.kind == "files" else Below([])
+        """The files of a local source, and what is left out; none of others.
+
+        Raises ValueError as `files_below` does, and for an option that says nothing of these files.
+        """
+        if self.kind != "files":
+            return Below([])
+        root = Path(self.place)
+        found = files_below(root, self.only)
+        if self.only and root.is_file():
+            raise ValueError(f"{self.origin} is one file: {_taken(['only'])}")
+        if self.row_options and all(kind_of(path) == "text" for path in found.files):
+            raise ValueError(f"{self.origin} is text without rows: {_taken(self.row_options)}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -78,7 +103,8 @@ class Chunk:
 
 
 def parse_sources(texts: list[str]) -> list[Source]:
-    """Each SOURCE, in order. Raises ValueError for an unknown option, a weight that is no number
+    """Each SOURCE, in order. Raises ValueError for an option that is unknown or that such a source
+    does not take, no name behind `datasets:`, a name that is no UTF-8, a weight that is no number
     above 0, a weight that only some sources have, no SOURCE, and two of one name.
     """
     sources = [_parsed(text) for text in texts]
@@ -101,10 +127,18 @@ def _parsed(text: str) -> Source:
         raise ValueError(f"{text}: give every option once")
     is_dataset = place.startswith("datasets:")
     kind = "datasets" if is_dataset else "corpus" if place in CORPORA else "files"
-    known = _OPTIONS if is_dataset else _OPTIONS[: -len(_OF_DATASETS)]
+    known = _OPTIONS[kind]
     if unknown := sorted(options.keys() - set(known)):
-        raise ValueError(f"{text}: no option {', '.join(unknown)}; there are {', '.join(known)}")
+        taken = _taken([name for name in unknown if name in _TAKEN_BY])
+        raise ValueError(
+            f"{text}: no option {', '.join(unknown)}; there are {', '.join(known)}"
+            f"{'; ' if taken else ''}{taken}"
+        )
     place = place.removeprefix("datasets:")
+    if not place:
+        raise ValueError(f"{text!r} names nothing; write PATH or datasets:NAME_OR_PATH")
+    if not is_utf8(text):
+        raise ValueError(f"{text!a}: its name is no UTF-8; rename it")
     if kind == "files":
         place = str(Path(place))
     return Source(
@@ -117,7 +151,13 @@ def _parsed(text: str) -> Source:
         weight=_weight(options.get("weight"), text),
         options={name: options[name] for name in _OF_DATASETS if name in options},
         only=tuple(options["only"].split(",")) if "only" in options else (),
+        row_options=tuple(name for name in _OF_ROWS if name in options),
     )
+
+
+def _taken(names: Iterable[str]) -> str:
+    """Which sources take options."""
+    return "; ".join(f"{name} is for {_TAKEN_BY[name]}" for name in names)
 
 
 def _weight(text: str | None, origin: str) -> float | None:
@@ -214,9 +254,17 @@ def _dataset(source: Source) -> Iterator[RawDocument]:
     with _named(source):
         options = {**_asked(source), "split": source.options.get("split", "train")}
         stream = datasets.load_dataset(source.place, **options, streaming=True)
-        for number, row in enumerate(stream):
-            where = f"{source.origin} row {number + 1}"
-            yield row_document(row, source.place, number, source.fields, where)
+        rows = iter(enumerate(stream, 1))
+    is_json = stream.info.builder_name == "json"
+    while True:
+        with _named(source):
+            number, row = next(rows, (0, None))
+        if row is None:
+            return
+        where = f"{source.origin} row {number}"
+        if is_json and row.get(source.fields.text, "") is None:  # it fills in what a line lacks
+            raise ValueError(f"{where} has no field {source.fields.text!r}, or null in it")
+        yield row_document(row, source.place, number - 1, source.fields, where)
 
 
 def _asked(source: Source) -> dict[str, Any]:
@@ -230,11 +278,10 @@ def _named(source: Source) -> Iterator[None]:
     """An error of the library becomes a ValueError that names the source."""
     try:
         yield
-    except ValueError:
-        raise
     except Exception as error:  # the library, and what it reads through, raise of many kinds
+        said = " ".join(str(error).split())
         raise ValueError(
-            f"datasets cannot stream {source.origin}: {type(error).__name__}: {error}"
+            f"datasets cannot stream {source.origin}: {type(error).__name__}: {said}"
         ) from error
 
 

@@ -45,8 +45,8 @@ def parse_tokenizer(text: str) -> TokenizerChoice:
     """`bytes`, `characters`, `bpe:N`, or a FILE (or its folder), FILE?eos=ID where nothing beside
     it names the token that ends a document.
 
-    Raises ValueError for a BPE without a size or with too small a one, for an eos that is no
-    number, and for a file that is no tokenizer.
+    Raises ValueError for a BPE without a size or with too small a one, for another option, for an
+    eos that is no number, and for a file that is no tokenizer.
     """
     if text in ("bytes", "characters"):
         return TokenizerChoice(text)
@@ -56,7 +56,10 @@ def parse_tokenizer(text: str) -> TokenizerChoice:
             raise ValueError(f"tokenizer {text!r}: give the size of the vocabulary, as in bpe:8192")
         require_size(int(size))
         return TokenizerChoice("bpe", int(size))
-    path, asked, eos = text.partition("?eos=")
+    path, asked, option = text.partition("?")
+    name, _, eos = option.partition("=")
+    if asked and name != "eos":
+        raise ValueError(f"tokenizer {text!r}: no option {name!r}; there is eos, as in FILE?eos=ID")
     if asked and not eos.isdecimal():
         raise ValueError(f"tokenizer {text!r}: eos {eos!r} is no whole number")
     return TokenizerChoice("file", given=open_tokenizer(path, int(eos) if asked else None))

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 from reference.data.folder_text import FolderText, open_folder
 from reference.data.loader import Loader, Sampled
+from reference.data.pipes import ended
 from reference.data.text_files import place_of
+from reference.data.visible import visible
 from reference.data.windows import Piece
 from reference.options import whole_number
 
@@ -33,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = open_folder(options.data, SimpleNamespace(**ROLES))
         loader = text.windows(options.seed, options.update)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(visible(str(error), "\n"))
     for line in lines(text, loader, options.update):
-        print(line)
+        print(visible(line))
     return 0
 
 
@@ -80,4 +82,4 @@ def _piece(piece: Piece) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from glob import escape
-from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing import active_children, forkserver, get_context, parent_process
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from reference.checkpoint import disk
 from reference.checkpoint.commit import fsync_folder
-from reference.checkpoint.temporary import lock
+from reference.checkpoint.temporary import lock, remove
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -37,10 +37,21 @@ _PRELOADED = ["reference.data.tokenizing", "reference.data.checking"]
 _THREADS = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+class PolicyRefusedError(ValueError):
+    """The packing policy does not suit what was prepared, which another policy can go on with."""
+
+
+def goes_on(error: BaseException) -> bool:
+    """Whether a preparation that ended so can be gone on with: not after a refusal of its sources
+    or settings, but after all that happens to a process.
+    """
+    return not isinstance(error, ValueError) or isinstance(error, PolicyRefusedError)
+
+
 @contextmanager
 def working_folder(target: Path, key: str) -> Iterator[Path]:
     """The folder for the preparation `key` of `target`, locked; it stays when the block ends, if
-    there is something in it.
+    there is something in it that can be gone on with.
 
     Raises ValueError if another process works in it.
     """
@@ -54,6 +65,10 @@ def working_folder(target: Path, key: str) -> Iterator[Path]:
             raise ValueError(f"another process prepares {target}; it works in {folder}")
         try:
             yield folder
+        except BaseException as error:
+            if not goes_on(error):
+                remove(folder)
+            raise
         finally:
             with suppress(OSError):  # it has content, or it is not there any more
                 disk.remove_folder(folder)
@@ -96,10 +111,12 @@ class Workers:
         if self.num_workers == 1:
             yield from map(function, tasks)
             return
-        with _interrupts_later():
-            pool = _pool(self.num_workers)
+        others = set(active_children())
+        pool: ProcessPoolExecutor | None = None
         running: list[Future[Result]] = []
         try:
+            with _signals_later():  # which are answered here, where the pool is ended
+                pool = _pool(self.num_workers)
             for task in tasks:
                 running.append(pool.submit(function, task))
                 if len(running) > 2 * self.num_workers:
@@ -107,12 +124,15 @@ class Workers:
             while running:
                 yield running.pop(0).result()
         except BrokenProcessPool as error:
+            for process in set(active_children()) - others:
+                process.kill()  # the pool sends them SIGTERM, which they ignore, and waits for them
             raise RuntimeError(
                 "a worker process died, perhaps for want of memory; run the same command again, "
                 "with fewer --workers: it goes on where it stopped"
             ) from error
         finally:
-            pool.shutdown(cancel_futures=True)
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:
@@ -123,7 +143,7 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    _start_deaf_to_interrupts()
+    _start_deaf_to_signals()
     try:
         pool = ProcessPoolExecutor(num_workers, context, _end_with_parent)
         for future in [pool.submit(os.getpid) for _ in range(num_workers)]:
@@ -138,7 +158,7 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
+def _signals_later() -> Iterator[None]:
     """A signal that would end this process does so behind the block: workers that are just starting
     would each report that what they were to inherit is gone.
     """
@@ -159,18 +179,19 @@ def _interrupts_later() -> Iterator[None]:
         signal.raise_signal(come[0])
 
 
-def _start_deaf_to_interrupts() -> None:
-    """Starts the process that forks the workers: they inherit that they ignore Ctrl-C, which only
-    this process answers.
+def _start_deaf_to_signals() -> None:
+    """Starts the process that forks the workers: they inherit that they ignore Ctrl-C and SIGTERM,
+    which come to the whole group, and which only this process answers.
     """
     if current_thread() is not main_thread():
         forkserver.ensure_running()
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:

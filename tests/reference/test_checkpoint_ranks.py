@@ -54,6 +54,19 @@ def on_each(function, *of_ranks):
         return list(executor.map(call, *of_ranks))
 
 
+@pytest.mark.parametrize("error", [MemoryError("no 5 GiB"), RuntimeError("no kernel")], ids=str)
+def test_whatever_a_rank_raises_ends_all_of_them_with_its_words(error):
+    def work(rank):
+        if rank.index == 1:
+            raise error
+
+    began = time.monotonic()
+    found = on_each(lambda rank: rank.agree("capture", lambda: work(rank)), peers(2))
+    assert time.monotonic() - began < 10
+    assert {type(one) for one in found} == {RuntimeError}
+    assert {str(one) for one in found} == {f"{type(error).__name__}: {error}"}
+
+
 def rows(tensor, index, num_ranks):
     """The rows of one rank, as Shard(0) gives them: the last ranks may have none."""
     parts = torch.chunk(tensor, num_ranks)

@@ -1,5 +1,8 @@
 """Evaluation text in the written shards is found, document by document."""
 
+import os
+import resource
+
 import numpy as np
 import pytest
 from data_folders import write_folder
@@ -89,12 +92,28 @@ def test_quoted_text_is_counted_as_overlap(tmp_path):
     assert found["num_shared_documents"] == 0 and found["num_decoded_differently"] == 0
 
 
-def test_runs_of_many_pieces_are_merged_range_by_range():
+def test_runs_of_many_pieces_are_merged_range_by_range(tmp_path):
     generator = np.random.default_rng(0)
     drawn = generator.integers(0, 2**64, 5_000, np.uint64, endpoint=False)
     edges = np.array([0, 2**58 - 1, 2**58, 2**64 - 1], np.uint64)
     parts = [np.unique(np.concatenate([edges, drawn[k : k + 2_000]])) for k in (0, 1_000, 3_000)]
-    ranges = list(distinct(parts))
+    files = [tmp_path / f"{number}.npy" for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        np.save(file, part)
+    ranges = list(distinct(files))
     assert max(map(len, ranges)) < 200
     assert np.array_equal(np.concatenate(ranges), np.unique(np.concatenate(parts)))
     assert not sum(map(len, distinct([])))
+
+
+def test_there_may_be_more_pieces_than_a_process_may_open(tmp_path):
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = [tmp_path / f"{number}.npy" for number in range(100)]
+    for number, file in enumerate(files):
+        np.save(file, np.array([number], np.uint64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        found = np.concatenate(list(distinct(files)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    assert found.tolist() == list(range(100))

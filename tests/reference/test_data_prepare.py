@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -209,8 +210,21 @@ def test_a_document_that_the_tokenizer_cannot_write_is_named(folder, tmp_path):
 
 def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a single document")
-    with pytest.raises(ValueError, match="no document is left for"):
+    with pytest.raises(ValueError, match=r"no document is left for .* make one cluster"):
         prepared(tmp_path / "out", tmp_path / "one.txt")
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(0.001, "validation"), (0.999, "train")])
+def test_a_fraction_and_a_seed_that_work_are_said(fraction, split, folder, tmp_path):
+    with pytest.raises(ValueError, match=f"no document is left for {split}") as refused:
+        prepared(tmp_path / "out", folder, validation_fraction=fraction)
+    said = re.search(r"or --validation-fraction (\S+) or --seed (\d+), which", str(refused.value))
+    smallest, seed = float(said[1]), int(said[2])
+    prepared(tmp_path / "other fraction", folder, validation_fraction=smallest)
+    prepared(tmp_path / "other seed", folder, validation_fraction=fraction, seed=seed)
+    if smallest > 0.01:
+        with pytest.raises(ValueError, match="no document is left for validation"):
+            prepared(tmp_path / "less", folder, validation_fraction=round(smallest - 0.01, 2))
 
 
 def test_near_duplicates_are_sampled_and_told(tmp_path):

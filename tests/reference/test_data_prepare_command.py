@@ -1,5 +1,8 @@
 """The command says what it made, and refuses before the work what would be refused after it."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +71,7 @@ def test_tokenizers_that_are_none_are_refused(tmp_path):
         ("bpe", "give the size"),
         ("bpe:x", "give the size"),
         ("x?eos=last", "no whole number"),
+        ("x?foo=1", "no option 'foo'; there is eos"),
         (str(tmp_path), "cannot read the tokenizer"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -132,3 +136,76 @@ def test_what_a_finished_preparation_left_is_told(tmp_path):
     assert leftovers(tmp_path / "data", "f" * 64) == []
     (tmp_path / "data").mkdir()
     assert leftovers(tmp_path / "data", "f" * 64) == [own]
+
+
+def test_a_share_of_tokens_that_nobody_asked_for_is_told(tmp_path, capsys):
+    rows = [{"text": text} for text in texts(400)]
+    held_out = prepared_with(tmp_path / "even", rows, fraction=0.1)
+    assert not [one for one in warnings(held_out) if "held" in one]
+    rows += [{"text": " ".join(texts(300, seed=number))} for number in range(1, 9)]
+    found = [prepared_with(tmp_path / str(seed), rows, fraction=0.02, seed=seed) for seed in (0, 5)]
+    for manifest in found:
+        num_tokens = sum(shard.num_tokens for shard in manifest.shards)
+        share = sum(shard.num_tokens for shard in manifest.shards_of("validation")) / num_tokens
+        said = [one for one in warnings(manifest) if "asked for" in one]
+        assert len(said) == (not 0.01 <= share <= 0.04)
+        assert all(f"{share:.2%} of the tokens" in one and "were 2.00%" in one for one in said)
+    assert any("asked for" in one for manifest in found for one in warnings(manifest))
+
+
+def prepared_with(directory, rows, fraction, seed=0):
+    file = directory.with_suffix(".jsonl")
+    file.write_bytes(lines(rows))
+    return prepared(directory, file, validation_fraction=fraction, seed=seed)
+
+
+def test_few_held_out_documents_are_told(tmp_path, capsys):
+    text_folder(tmp_path / "source", num=12)
+    arguments = ["--window-tokens", "64", "--validation-fraction", "0.3"]
+    assert (
+        main(["prepare", str(tmp_path / "source"), "--out", str(tmp_path / "out"), *arguments]) == 0
+    )
+    num = sum(s.num_documents for s in read_manifest(tmp_path / "out").shards_of("validation"))
+    assert num < 10 and f"on {num} documents only, fewer than 10" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert f"warning: the held-out loss is on {num} documents" in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_a_prepared_folder_ends_documents_as_there(folder, tmp_path):
+    first = prepared(tmp_path / "first", folder, tokenizer="bpe:300")
+    for path in (tmp_path / "first", tmp_path / "first" / "tokenizer.json"):
+        assert parse_tokenizer(str(path)).given.eos == first.tokenizer.eos
+    again = prepared(tmp_path / "again", folder, tokenizer=str(tmp_path / "first"))
+    assert again.tokenizer.eos == first.tokenizer.eos
+    file = tmp_path / "first" / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b"1.0", b"1.1", 1))
+    with pytest.raises(ValueError, match="was changed"):
+        parse_tokenizer(str(file))
+
+
+@pytest.mark.parametrize("command", ["", ".trace", ".acceptance"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(command, folder, tmp_path):
+    prepared(tmp_path / "out", folder)
+    arguments = {
+        "": ["prepare", str(folder), "--out", str(tmp_path / "again"), "--window-tokens", "32",
+             "--validation-fraction", "0.3"],
+        ".trace": [str(tmp_path / "out"), "--update", "1"],
+        ".acceptance": [str(tmp_path / "out")],
+    }[command]  # fmt: skip
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = subprocess.run(
+        [sys.executable, "-m", f"reference.data{command}", *arguments],
+        stdout=writer, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    os.close(writer)
+    assert found.returncode == 1
+    assert b"Traceback" not in found.stderr and b"Errno" not in found.stderr, found.stderr
+
+
+def test_the_help_says_what_a_packing_policy_does(capsys):
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("within its document", "wrap, which fills it", "restart at 0", "(within)"):
+        assert words in said

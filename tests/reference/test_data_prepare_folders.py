@@ -1,6 +1,7 @@
 """Nothing of a long text file is lost, and what is left out of a folder is told."""
 
 import gzip
+import os
 
 import pytest
 import zstandard
@@ -99,6 +100,14 @@ def test_hidden_and_prepared_folders_are_left_out_and_told(tmp_path):
     assert bins.items() <= content(tmp_path / "again").items()
     with pytest.raises(ValueError, match="is prepared data, not text"):
         parse_sources([str(source / "inside")])[0].below()
+
+
+def test_names_that_are_no_utf8_are_left_out_and_told(tmp_path):
+    source = text_folder(tmp_path / "source")
+    (source / os.fsdecode(b"\xff.txt")).write_text("text")
+    (source / os.fsdecode(b"\xfe")).mkdir()
+    manifest = prepared(tmp_path / "out", source)
+    assert remarks(manifest) == ["left out of source: 2 with a name that is no UTF-8"]
 
 
 def test_a_preparation_inside_its_source_goes_on(tmp_path, monkeypatch):

@@ -11,11 +11,13 @@ import pytest
 from prepared import content, lines, prepared, settings, text_folder, texts
 
 from reference.checkpoint import disk
+from reference.data.bpe import train_characters
 from reference.data.manifest import read_manifest
 from reference.data.policy import PackingPolicy
-from reference.data.prepare import prepare
-from reference.data.prepare_command import main
+from reference.data.prepare import PrepareSettings, preparation_key, prepare
+from reference.data.prepare_command import DEFAULT_WINDOW_TOKENS, main
 from reference.data.sources import parse_sources
+from reference.data.work import Workers, working_folder
 
 
 @pytest.fixture
@@ -92,6 +94,39 @@ def test_nothing_stays_of_a_run_that_was_refused_before_anything_was_read(damage
     assert not work_folders(tmp_path)
 
 
+def refusals(tmp_path):
+    """{part of the sentence: arguments} of what no second attempt can help."""
+    (tmp_path / "one.txt").write_text("a single document")
+    (tmp_path / "empty.txt").write_text(" ")
+    characters = train_characters([b"abc"])
+    (tmp_path / "abc.json").write_bytes(characters)
+    return {
+        "no document is left": [tmp_path / "one.txt"],
+        "is empty": [tmp_path / "source", tmp_path / "empty.txt"],
+        "no token can hold": [tmp_path / "source", "--tokenizer", f"{tmp_path}/abc.json?eos=0"],
+    }
+
+
+@pytest.mark.parametrize("sentence", ["no document is left", "is empty", "no token can hold"])
+def test_a_refusal_that_another_attempt_cannot_help_leaves_nothing(
+    sentence, folder, tmp_path, capsys
+):
+    arguments = [*refusals(tmp_path)[sentence], "--validation-fraction", "0.3"]
+    said = refused(capsys, *arguments, "--out", tmp_path / "out")
+    assert sentence in said and "goes on" not in said
+    assert not work_folders(tmp_path)
+
+
+def test_the_folder_of_another_process_is_left_alone(folder, tmp_path, capsys):
+    policy = PackingPolicy(DEFAULT_WINDOW_TOKENS)
+    key = preparation_key(parse_sources([str(folder)]), PrepareSettings(policy))
+    with working_folder(tmp_path / "out", key) as work:
+        (work / "chunk-00000.text").write_text("half")
+        said = refused(capsys, folder, "--out", tmp_path / "out")
+        assert "another process prepares" in said and "goes on" not in said
+        assert (work / "chunk-00000.text").read_text() == "half"
+
+
 @pytest.mark.parametrize("number", [2, 7, 13])
 def test_a_full_disk_is_said_with_the_file_and_the_folder_that_stays(
     number, folder, tmp_path, monkeypatch, capsys
@@ -113,8 +148,8 @@ def test_a_full_disk_is_said_with_the_file_and_the_folder_that_stays(
     assert f"{work}: the same command goes on there" in said
 
 
-def interrupted(arguments, is_time, seconds=120):
-    """(exit status, what it said) of a command whose process group gets Ctrl-C."""
+def interrupted(arguments, is_time, signals=(signal.SIGINT,), seconds=120):
+    """(exit status, what it said) of a command whose process group gets these signals."""
     process = subprocess.Popen(
         [sys.executable, "-m", "reference.data", "prepare", *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -125,7 +160,8 @@ def interrupted(arguments, is_time, seconds=120):
     while not is_time(process):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
+    for number in signals:
+        os.killpg(process.pid, number)
     said = process.communicate(timeout=60)[1].decode()
     return process.returncode, said.splitlines()
 
@@ -139,15 +175,33 @@ def test_ctrl_c_is_one_line_while_the_libraries_are_imported(folder, tmp_path):
     assert (status, said) == (130, ["stopped before anything was done"])
 
 
-def test_ctrl_c_with_workers_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize(
+    ("signals", "want"), [((signal.SIGINT,), 130), ((signal.SIGTERM, signal.SIGTERM), 143)]
+)
+def test_a_signal_to_the_group_is_one_line_that_says_how_to_go_on(signals, want, tmp_path):
     rows = [{"text": text} for text in texts(9_000, num_words=300)]
     (tmp_path / "rows.jsonl").write_bytes(lines(rows))
     status, said = interrupted(
         [tmp_path / "rows.jsonl", "--out", tmp_path / "out", "--workers", "2"],
         lambda process: list(tmp_path.glob(".out.prepare-*/chunk-00000.parquet")),
+        signals,
     )
-    assert status == 130, said
-    assert any("the same command goes on there" in line for line in said), said
+    assert status == want, said
+    (line,) = said
+    assert line.startswith("stopped; ") and "the same command goes on there" in line
+
+
+def die(number):
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3)
+
+
+def test_a_worker_that_dies_is_said_and_nobody_waits_for_the_others():
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="a worker process died"):
+        list(Workers(2).map(die, range(20)))
+    assert time.monotonic() - begin < 15, "the tasks that wait would take longer"
 
 
 def test_a_bpe_that_found_too_few_pairs_is_told(folder, tmp_path, capsys):

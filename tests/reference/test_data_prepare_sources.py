@@ -70,6 +70,43 @@ def test_datasets_that_are_not_there_are_refused(tmp_path):
         list(chunks(parse_sources([f"datasets:{tmp_path / 'nothing'}"]), 2**20, 0))
 
 
+def streamed(source):
+    return [d for chunk in chunks(parse_sources([source]), 2**20, 0) for d in chunk.documents]
+
+
+def test_what_datasets_cannot_read_is_said_with_the_source(tmp_path):
+    write_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=rf"{tmp_path}\?split=test: .*Bad split: test") as refused:
+        streamed(f"datasets:{tmp_path}?split=test")
+    assert "\n" not in str(refused.value)
+    whole = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "rows.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"datasets cannot stream datasets:{tmp_path}: "):
+        streamed(f"datasets:{tmp_path}")
+
+
+def test_a_line_without_the_field_is_refused_behind_datasets_too(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(lines([*ROWS[:2], {"body": "x"}, *ROWS[2:]]))
+    for source in (
+        f"datasets:json?data_files={tmp_path / 'rows.jsonl'}",
+        f"datasets:{tmp_path}",
+    ):
+        with pytest.raises(ValueError, match="row 3 has no field 'text'"):
+            streamed(source)
+
+
+@pytest.mark.parametrize("option", ["field=body", "field=text", "slice=foo"])
+def test_options_of_rows_are_refused_where_there_are_none(option, tmp_path):
+    folder = text_folder(tmp_path / "source", num=2)
+    for place in (folder, folder / "000.txt"):
+        with pytest.raises(ValueError, match=f"{option[:5]} is for files of rows"):
+            parse_sources([f"{place}?{option}"])[0].below()
+    with pytest.raises(ValueError, match="only is for folders"):
+        parse_sources([f"{folder / '000.txt'}?only=txt"])[0].below()
+    KINDS["rows.jsonl"](folder / "rows.jsonl")
+    assert len(parse_sources([f"{folder}?{option}"])[0].below().files) == 3
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_that_is_cut_off_is_named(name, tmp_path):
     path = tmp_path / name
@@ -177,7 +214,11 @@ def test_endings_choose_the_files_of_a_folder(tmp_path):
     [
         ([], "name at least one"),
         (["a.txt?wieght=1"], "no option wieght"),
-        (["a.txt?split=train"], "no option split"),
+        (["a.txt?split=train"], "no option split; .*; split is for datasets:NAME_OR_PATH"),
+        (["datasets:x?only=py"], "no option only; .*; only is for folders of files"),
+        (["language?field=x"], "no option field; .*; field is for files of rows"),
+        (["datasets:"], "'datasets:' names nothing"),
+        (["\udcff.txt"], r"\\udcff.txt': its name is no UTF-8"),
         (["a.txt?weight=1&weight=2"], "give every option once"),
         (["a.txt?weight=0"], "must be a number above 0"),
         (["a.txt?weight=nan"], "must be a number above 0"),

@@ -176,9 +176,12 @@ def test_what_the_manifest_warns_of_is_said_before_training(tmp_path, capsys):
     }  # fmt: skip
     write_folder(tmp_path, sources(), PackingPolicy(48), contamination=found)
     assert run(tmp_path) == 0
-    overlap, changed = [s for s in capsys.readouterr().err.splitlines() if s.startswith("warning")]
+    overlap, changed, few = [
+        s for s in capsys.readouterr().err.splitlines() if s.startswith("warning")
+    ]
     assert "held-out loss is on text of which 83 of 158 documents have 50% or more of" in overlap
     assert "does not give back 7 documents as they were (7 in train source 1 all)" in changed
+    assert "documents only, fewer than 10" in few
 
 
 def test_no_folder_is_refused(tmp_path, capsys):

@@ -47,18 +47,15 @@ SHORT = [*SMALL, "--corpus", "python-docs", "--corpus-bytes", "60000", "--row-to
 DEGREE = "--data-parallel-shard-degree"
 
 
-@pytest.mark.parametrize("name", ["reference", "fsdp2"])
-def test_two_replicas_of_two_shards_print_the_losses_of_one_process(name, tmp_path, capsys):
+def test_two_replicas_of_two_shards_print_the_losses_of_one_process(tmp_path, capsys):
     """And what they saved, with its mesh, goes on as one copy over the same ranks."""
     assert main(SHORT) == 0
     want = capsys.readouterr().out.splitlines()
-    arguments = [*SHORT, "--distribute", name, "--checkpoint-activations",
+    arguments = [*SHORT, "--distribute", "fsdp2", "--checkpoint-activations",
                  "--checkpoints", str(tmp_path)]  # fmt: skip
     ran = launched(*arguments, DEGREE, "2", num_ranks=4)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == want
-    if name == "reference":  # whose ranks hold plain tensors, on no mesh
-        return
     state = json.loads((latest(tmp_path) / "state.json").read_text())
     assert state["world"]["mesh"] == {"('replicate', 'shard')": [2, 2]}
     resumed = launched(*arguments, "--resume", num_ranks=4)
@@ -107,6 +104,7 @@ def as_if_launched(monkeypatch, world_size=2, **more):
         (True, [DEGREE, "3"], "3 does not divide the 2 ranks; choose one of 1, 2, or start"),
         (True, [DEGREE, "4"], "4 does not divide the 2 ranks"),
         (True, ["--distribute", "ddp", DEGREE, "2"], "2 of 2 ranks: --distribute ddp keeps a copy"),
+        (True, [DEGREE, "1"], "1 of 2 ranks: --distribute reference keeps a copy"),
     ],
 )
 def test_bad_input_is_named_and_exits_2(is_launched, arguments, message, monkeypatch, capsys):

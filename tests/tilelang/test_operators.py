@@ -112,6 +112,16 @@ def test_the_loss_reuses_the_memory_of_its_gradients_unless_the_graph_is_retaine
     assert again[1].data_ptr() == kept.data_ptr() != first[1].data_ptr()
 
 
+def test_cotangents_of_the_loss_may_come_in_a_batch():
+    hidden, weight, labels = CASES["token_nll"][1](torch.float32)
+    hidden.requires_grad_()
+    factors, found = torch.tensor([1.0, 2.0]), []
+    for role in (ROLES["token_nll"], loss.token_nll):
+        nll = role(hidden, weight, labels)[0]
+        found += torch.autograd.grad(nll, [hidden], factors, is_grads_batched=True)
+    assert error(*found) < 1e-6
+
+
 def test_the_backward_of_the_loss_allocates_nothing_as_large_as_its_gradients():
     class Allocations(TorchDispatchMode):
         largest = 0
