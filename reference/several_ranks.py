@@ -9,6 +9,7 @@ itself imports no candidate.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import io
@@ -85,6 +86,9 @@ def joined(
             yield Ranks(own, index, world_size, mesh, roles)
         dist.barrier()  # the launcher ends all when one has ended with a status of its own
     finally:
+        # A sharded model, which holds itself, holds its groups too; their threads must have ended
+        # before the interpreter does, or now and then a rank that is done aborts.
+        gc.collect()
         dist.destroy_process_group()
 
 
