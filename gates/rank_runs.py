@@ -30,12 +30,11 @@ def whole_and_killed(
     """A run that is left alone, and one that ends an update behind its save."""
     watched = runs.with_dropout(stack)
     alone = runs.train(watched, source, rank.device, rank=rank)
-    keeper = runs.checkpoints(folder, saved)
-    return alone, runs.train(watched, source, rank.device, keeper, saved + 1, rank=rank)
+    return alone, killed_run(rank, watched, source, folder, saved)
 
 
 def killed_run(rank: Any, stack: Any, source: runs.Text, folder: Path, saved: int) -> runs.Run:
-    """A run without dropout that ends an update behind its save."""
+    """A run that ends an update behind its save."""
     keeper = runs.checkpoints(folder, saved)
     return runs.train(stack, source, rank.device, keeper, saved + 1, rank=rank)
 

@@ -154,8 +154,8 @@ class AnomalyWatch:
         step = self._training.counters.optimizer_steps
         directory = self._directory / f"anomaly-{step:08d}"
         peers = peers_of(self._training.group)
-        captured: list[Snapshot] = []
         if not peers.first(f"look for {directory}", directory.exists):
+            captured: list[Snapshot] = []
             peers.agree(f"capture for {directory}", lambda: captured.append(self._snapshot()))
             before = replace(captured[0], random=self._random)
             keep(directory, before, window, anomaly, self._stack.save)
@@ -182,6 +182,7 @@ def keep(
             return until_renamed.enter_context(temporary_folder(directory)).name
 
         folder = directory.parent / peers.first(f"begin {directory}", begin)
+        # Not what `save` says of itself: replay compares the two.
         digests = digests_over_ranks(before)
         save(folder, before, 1, 0)
         file = folder / _window_file(peers.index, peers.world_size)

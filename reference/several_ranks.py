@@ -62,8 +62,9 @@ def joined(
     that share out one copy of the model; None: all of them.
 
     Raises ValueError for a name or a degree without the launcher, for a degree that does not divide
-    the number of ranks or that DDP is to have, for a module that cannot be used, and for a device
-    that has no backend here or fewer devices than ranks. All ranks raise it before they meet.
+    the number of ranks or that PLAIN or DDP is to have, for a module that cannot be used, and for a
+    device that has no backend here or fewer devices than ranks. All ranks raise it before they
+    meet.
     """
     if not were_launched():
         option = "--distribute" if name is not None else SHARD_DEGREE
@@ -138,9 +139,8 @@ def _require_shards(
     if shard_degree is not None and (is_ddp or not roles):
         raise ValueError(
             f"{SHARD_DEGREE} {shard_degree} of {prod(shape)} ranks: --distribute {name or PLAIN} "
-            "keeps a "
-            "copy of the model on every rank and has no shards; leave the degree out, or choose "
-            "--distribute fsdp2"
+            "keeps a copy of the model on every rank and has no shards; leave the degree out, or "
+            "choose --distribute fsdp2"
         )
 
 

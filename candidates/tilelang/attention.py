@@ -23,6 +23,7 @@ from candidates.tilelang.attention_hopper_queries import (
 )
 from candidates.tilelang.attention_kernels import attention_forward, document_ranges, tile
 from candidates.tilelang.dialect import (
+    NAMESPACE,
     Dialect,
     dense,
     dialect_of,
@@ -99,9 +100,6 @@ def _rows(q: Tensor) -> Tensor:
     """A number for each head and token [B,N,T padded to tiles]."""
     (batch, tokens, heads, _), size = q.shape, _tile(q)
     return q.new_empty(batch, heads, -(-tokens // size) * size, dtype=torch.float32)
-
-
-NAMESPACE = "touchstone_tilelang"
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=())

@@ -50,7 +50,7 @@ def shuffles_by_the_process_hash(reference):
 
     def shuffle(num_rows, seed, epoch):
         order = list(range(num_rows))
-        random.Random(hash(f"{seed}/{epoch}")).shuffle(order)
+        random.Random(process_number(f"{seed}/{epoch}")).shuffle(order)
         return torch.tensor(order)
 
     return shuffle

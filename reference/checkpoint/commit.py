@@ -19,14 +19,13 @@ from reference.checkpoint import disk
 from reference.checkpoint.errors import CheckpointError, MissingRankError
 from reference.checkpoint.files import MANIFEST, FileRecord, read_manifest, read_state
 from reference.checkpoint.load import LocalFolder
-from reference.checkpoint.state import Snapshot, canonical_json, json_parts
+from reference.checkpoint.state import Snapshot, json_digests
 from reference.checkpoint.temporary import (
     remove,
     remove_leftovers,
     temporary_folder,
     temporary_name,
 )
-from reference.checkpoint.tensors import sha256
 from reference.checkpoint.write import Written, write_state, write_tensors
 from reference.hf.folder import FolderTakenError
 
@@ -139,11 +138,8 @@ def _publish(target: Path, snapshot: Snapshot) -> None:
 
 def _require_one_instant(target: Path, snapshot: Snapshot) -> None:
     """ValueError unless the ranks have the same counters, data position and all else they share."""
-    peers, parts = snapshot.peers, json_parts(snapshot)
-    told = peers.agree(
-        f"compare for {target}",  # others may be saved meanwhile by another thread
-        lambda: {name: sha256([canonical_json(part)]) for name, part in parts.items()},
-    )
+    # Others may be saved meanwhile by another thread.
+    told = snapshot.peers.agree(f"compare for {target}", lambda: json_digests(snapshot))
     for rank, theirs in enumerate(told):
         for name, digest in theirs.items():
             if digest != told[0][name]:

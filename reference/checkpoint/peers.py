@@ -55,7 +55,7 @@ class Peers:
             told = {"result": work()}
         except Exception as error:  # whatever it is: the others would wait for this rank
             own_error = error
-            told = {"error": [_kind(error), getattr(error, "errno", None), _words(error)]}
+            told = {"error": _told(error)}
         answers = [json.loads(text) for text in self._exchange(topic, json.dumps(told))]
         for answer in answers:
             if "error" in answer:
@@ -109,14 +109,12 @@ def _nothing() -> None:
     pass
 
 
-def _words(error: Exception) -> str:
+def _told(error: Exception) -> tuple[str, int | None, str]:
+    """What `_error` makes the error of again: its kind, number and words."""
     if not isinstance(error, (ValueError, OSError)):
-        return f"{type(error).__name__}: {error}"
-    return str(getattr(error, "strerror", None) or error)
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__ if isinstance(error, (ValueError, OSError)) else "RuntimeError"
+        return "RuntimeError", None, f"{type(error).__name__}: {error}"
+    words = str(getattr(error, "strerror", None) or error)
+    return type(error).__name__, getattr(error, "errno", None), words
 
 
 def _error(kind: str, number: int | None, words: str) -> Exception:

@@ -183,13 +183,13 @@ def require_restorable(snapshot: Snapshot, training: TrainState) -> None:
 
 
 def digests(snapshot: Snapshot) -> dict[str, str]:
-    """SHA-256 of every part, in hexadecimal.
+    """SHA-256 of every part that this rank holds, in hexadecimal.
 
-    Of tensors: of the safetensors file that holds them. Of the rest: of its JSON with sorted keys.
-    Two snapshots with equal digests are equal bit for bit.
+    Of tensors: of the safetensors file that holds them. Two snapshots with equal digests are equal
+    bit for bit.
     """
-    parts = {name: sha256([canonical_json(part)]) for name, part in json_parts(snapshot).items()}
-    return parts | {name: sha256(stream(part)) for name, part in tensor_parts(snapshot).items()}
+    tensors = {name: sha256(stream(part)) for name, part in tensor_parts(snapshot).items()}
+    return tensors | json_digests(snapshot)
 
 
 def tensor_parts(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
@@ -215,6 +215,11 @@ def json_parts(snapshot: Snapshot) -> dict[str, Any]:
         "world": snapshot.world,
         "loss_scale": snapshot.loss_scale,
     }
+
+
+def json_digests(snapshot: Snapshot) -> dict[str, str]:
+    """SHA-256 of every part that is no tensor, in hexadecimal: of its JSON with sorted keys."""
+    return {name: sha256([canonical_json(part)]) for name, part in json_parts(snapshot).items()}
 
 
 def canonical_json(content: Any) -> bytes:

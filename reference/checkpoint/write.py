@@ -18,7 +18,13 @@ from reference.checkpoint.files import (
     tensor_files,
 )
 from reference.checkpoint.shards import Shard, whole
-from reference.checkpoint.state import Snapshot, canonical_json, json_parts, tensor_parts
+from reference.checkpoint.state import (
+    Snapshot,
+    canonical_json,
+    json_digests,
+    json_parts,
+    tensor_parts,
+)
 from reference.checkpoint.tensors import layout_of, sha256, stream
 
 Writer = Callable[[str, Iterable[bytes | memoryview]], FileRecord]
@@ -68,7 +74,7 @@ def digests_over_ranks(snapshot: Snapshot) -> dict[str, str]:
     steps = snapshot.counters.optimizer_steps
     by_rank = snapshot.peers.agree(f"hash the state after {steps} updates", hashed)
     by_part = zip(TENSOR_PARTS, zip(*by_rank, strict=True), strict=True)
-    return {part: part_digest(files) for part, files in by_part} | _json_digests(snapshot)
+    return {part: part_digest(files) for part, files in by_part} | json_digests(snapshot)
 
 
 def _record_of(name: str, pieces: Iterable[bytes | memoryview]) -> FileRecord:
@@ -105,7 +111,7 @@ def write_state(snapshot: Snapshot, ranks: Sequence[Written], write_file: Writer
     parts = {
         part: part_digest([written[part]["sha256"] for written in ranks]) for part in TENSOR_PARTS
     }
-    parts |= _json_digests(snapshot)
+    parts |= json_digests(snapshot)
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -120,7 +126,3 @@ def write_state(snapshot: Snapshot, ranks: Sequence[Written], write_file: Writer
         "identity": snapshot.identity,
     }
     return canonical_json({**content, "sha256": sha256([canonical_json(content)])})
-
-
-def _json_digests(snapshot: Snapshot) -> dict[str, str]:
-    return {name: sha256([canonical_json(part)]) for name, part in json_parts(snapshot).items()}

@@ -43,7 +43,7 @@ def open_tokenizer(path: Path | str, eos: int | None = None) -> Tokenizer:
     of another tokenizer or was changed.
     """
     path = Path(path)
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     try:
         content = file.read_bytes()
     except OSError as error:

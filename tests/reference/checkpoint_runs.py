@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from reference.checkpoint import capture, expected
+from reference.checkpoint.peers import Peers
 from reference.checkpoint.state import canonical_json
 from reference.config import DecoderConfig
 from reference.schedule import Schedule
@@ -110,3 +113,22 @@ def python(program, *arguments):
         text=True,
         env={**os.environ, "PYTHONPATH": f"{here}:{here.parent.parent}"},
     )
+
+
+def peers(world_size, deadline_s=30.0):
+    """Ranks that are threads, with a store in memory."""
+    store = dist.HashStore()
+    return [Peers(index, world_size, store, deadline_s) for index in range(world_size)]
+
+
+def on_each(function, *of_ranks):
+    """function(one argument of each list) in a thread for every rank; results or exceptions."""
+
+    def call(*arguments):
+        try:
+            return function(*arguments)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(of_ranks[0])) as executor:
+        return list(executor.map(call, *of_ranks))

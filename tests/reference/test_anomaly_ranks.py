@@ -3,42 +3,27 @@
 Some ranks are threads with a store in memory: what they say to each other is what processes say.
 """
 
-import os
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpoint_runs import names, run_of, snapshot_of
+from checkpoint_runs import names, on_each, peers, run_of, snapshot_of
+from launched_ranks import launched
 
 from reference.anomaly import NOT_FINITE, Anomaly, keep, read
 from reference.checkpoint import FolderTakenError, MissingRankError, disk, latest, save
-from reference.checkpoint.peers import Peers
 from reference.checkpoint.shards import Shard, whole, world_of
 from reference.checkpoint.temporary import temporary_name
 from reference.train_command import main
 from reference.window import Microbatch, Window
 
-ROOT = Path(__file__).parent.parent.parent
 ANOMALY = Anomaly(NOT_FINITE, "a reason", float("nan"), 2.0)
 PARTS = ("input_ids", "labels", "positions", "documents")
 
 
 # --- two processes, as the launcher starts them ------------------------------------------------
-
-
-def launched(*arguments, program=("-m", "reference.train")):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               "2", *map(str, program), *map(str, arguments)]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
 
 
 def replayed(capsys, folder):
@@ -119,24 +104,6 @@ def test_a_disk_of_one_rank_that_is_full_ends_both_with_the_same_error(tmp_path)
 
 
 # --- threads -----------------------------------------------------------------------------------
-
-
-def peers(world_size, deadline_s=30.0):
-    store = dist.HashStore()
-    return [Peers(index, world_size, store, deadline_s) for index in range(world_size)]
-
-
-def on_each(function, *of_ranks):
-    """function(one argument of each list) in a thread for every rank; results or exceptions."""
-
-    def call(*arguments):
-        try:
-            return function(*arguments)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(of_ranks[0])) as executor:
-        return list(executor.map(call, *of_ranks))
 
 
 def copies(ranks):

@@ -13,9 +13,17 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_runs import IDENTITY, expected_of, hashed_again, names, run_of, snapshot_of
+from checkpoint_runs import (
+    IDENTITY,
+    expected_of,
+    hashed_again,
+    names,
+    on_each,
+    peers,
+    run_of,
+    snapshot_of,
+)
 
 from reference.checkpoint import (
     BackgroundSaver,
@@ -29,29 +37,10 @@ from reference.checkpoint import (
     resumption,
     save,
 )
-from reference.checkpoint.peers import Peers
 from reference.checkpoint.shards import Box, Shard, whole, world_of
 from reference.optimizer import AdamState
 
 DEADLINE_S = 0.5
-
-
-def peers(world_size, deadline_s=30.0):
-    store = dist.HashStore()
-    return [Peers(index, world_size, store, deadline_s) for index in range(world_size)]
-
-
-def on_each(function, *of_ranks):
-    """function(one argument of each list) in a thread for every rank; results or exceptions."""
-
-    def call(*arguments):
-        try:
-            return function(*arguments)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(of_ranks[0])) as executor:
-        return list(executor.map(call, *of_ranks))
 
 
 @pytest.mark.parametrize("error", [MemoryError("no 5 GiB"), RuntimeError("no kernel")], ids=str)
@@ -65,6 +54,17 @@ def test_whatever_a_rank_raises_ends_all_of_them_with_its_words(error):
     assert time.monotonic() - began < 10
     assert {type(one) for one in found} == {RuntimeError}
     assert {str(one) for one in found} == {f"{type(error).__name__}: {error}"}
+
+
+def fill_the_disk_of_rank_1(monkeypatch):
+    real = disk.create
+
+    def create(path):
+        if "00001-of" in path.name:
+            raise OSError(28, "No space left on device")
+        return real(path)
+
+    monkeypatch.setattr(disk, "create", create)
 
 
 def rows(tensor, index, num_ranks):
@@ -234,14 +234,7 @@ def test_a_rank_that_is_too_slow_is_named_and_nothing_is_published(snapshot, tmp
 
 
 def test_the_disk_of_one_rank_is_the_reason_of_all(snapshot, tmp_path, monkeypatch):
-    real = disk.create
-
-    def create(path):
-        if "00001-of" in path.name:
-            raise OSError(28, "No space left on device")
-        return real(path)
-
-    monkeypatch.setattr(disk, "create", create)
+    fill_the_disk_of_rank_1(monkeypatch)
     told = on_each(lambda part: save(tmp_path, part), shared_out(snapshot, peers(3)))
     assert {str(error) for error in told} == {str(told[0])} and "No space left" in str(told[0])
     assert all(error.errno == 28 for error in told) and names(tmp_path) == []
@@ -286,14 +279,7 @@ def test_two_saves_of_one_step_do_not_mix_whichever_a_rank_begins_first(snapshot
 def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_same_call(
     snapshot, tmp_path, monkeypatch
 ):
-    real = disk.create
-
-    def create(path):
-        if "00001-of" in path.name:
-            raise OSError(28, "No space left on device")
-        return real(path)
-
-    monkeypatch.setattr(disk, "create", create)
+    fill_the_disk_of_rank_1(monkeypatch)
 
     def submitted(part):
         with BackgroundSaver(partial(save, tmp_path)) as saver:

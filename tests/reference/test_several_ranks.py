@@ -1,13 +1,10 @@
 """The training command on several ranks takes the updates of one process, and says so once."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launched_ranks import launched
 from safetensors.torch import load_file
 
 from reference import several_ranks
@@ -15,18 +12,7 @@ from reference.checkpoint import latest
 from reference.stack import ROLES
 from reference.train_command import main
 
-ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--updates", "3", "--seed", "1"]
-
-
-def launched(*arguments, program=("-m", "reference.train"), num_ranks=2):
-    """Ranks on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(num_ranks), *map(str, program), *arguments]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
 
 
 @pytest.mark.parametrize("name", ["reference", "fsdp2"])
