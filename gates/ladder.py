@@ -27,6 +27,11 @@ def config(rung: str) -> DecoderConfig:
     return RUNGS[rung]
 
 
+def operator_configs(rung: str) -> tuple[DecoderConfig, ...]:
+    """The models whose shapes an operator of this rung meets: L3 has those of 3B, too."""
+    return (config(rung), preset("qwen2.5-3b")) if rung == "L3" else (config(rung),)
+
+
 def one_layer(rung: str) -> DecoderConfig:
     """One layer of the rung's true width over a small vocabulary: bounded memory anywhere."""
     full = config(rung)

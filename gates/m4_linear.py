@@ -74,13 +74,13 @@ def test_accumulation(stack, rng, device, check):
 def test_models(stack, inputs, rung, rng, device, check):
     options = REAL if inputs == "recorded" else {}
     for dtype in operators.dtypes(stack):
-        cases = rung_cases(rng, ladder.config(rung)) if inputs == "rung" else None
-        for case in cases or recorded_cases("linear", device):
+        cases = [x for c in ladder.operator_configs(rung) for x in layer_cases(rng, c)]
+        for case in cases if inputs == "rung" else recorded_cases("linear", device):
             at = str([list(x.shape) for x in case.tensors.values()])
             operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
 
 
-def rung_cases(rng, config):
+def layer_cases(rng, config):
     """The products of a layer: queries, keys, feed-forward up and down."""
     D, F = config.model_width, config.feed_forward_width
     widths = {(D, config.num_query_heads * config.head_width, config.qkv_bias),

@@ -48,11 +48,11 @@ def test_shapes(stack, role, rng, device, check):
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 @ROLE
 def test_models(stack, role, inputs, rung, rng, device, check):
-    width = ladder.config(rung).model_width
+    widths = [config.model_width for config in ladder.operator_configs(rung)]
     options = REAL if inputs == "recorded" else {}
-    cases = [CASES[role](rng, 67, width)] if inputs == "rung" else recorded_cases(role, device)
+    cases = [CASES[role](rng, 67, width) for width in widths]
     for dtype in operators.dtypes(stack):
-        for case in cases:
+        for case in cases if inputs == "rung" else recorded_cases(role, device):
             at = str(list(case.tensors["x"].shape))
             operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
 

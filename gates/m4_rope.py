@@ -85,9 +85,11 @@ def far_outcomes(stack, case, dtype, device, rng):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    config = ladder.config(rung)
-    heads = config.num_query_heads, config.num_kv_heads, config.head_width
-    cases = [rope_case(rng, positions_at(rng, 2, 33, largest=31), *heads, config.rope_theta)]
+    cases = []
+    for config in ladder.operator_configs(rung):
+        heads = config.num_query_heads, config.num_kv_heads, config.head_width
+        positions = positions_at(rng, 2, 33, largest=31)
+        cases.append(rope_case(rng, positions, *heads, config.rope_theta))
     options = REAL if inputs == "recorded" else {}
     for dtype in operators.dtypes(stack):
         for case in cases if inputs == "rung" else recorded_cases("rope", device):

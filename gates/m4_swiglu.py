@@ -56,7 +56,8 @@ def test_large_gates(stack, rng, device, check):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    cases = [swiglu_case(rng, 19, ladder.config(rung).feed_forward_width)]
+    configs = ladder.operator_configs(rung)
+    cases = [swiglu_case(rng, 19, config.feed_forward_width) for config in configs]
     options = REAL if inputs == "recorded" else {}
     for dtype in operators.dtypes(stack):
         for case in cases if inputs == "rung" else recorded_cases("swiglu", device):

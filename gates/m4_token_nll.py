@@ -167,13 +167,19 @@ def test_many_logits(stack, rng, device, check):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    config = ladder.config(rung)
-    most = config.vocabulary_size if device.type != "cpu" else 4096
-    vocabulary_size = min(config.vocabulary_size, most)
     options = REAL if inputs == "recorded" else {}
     for dtype in operators.dtypes(stack):
-        labels_M = some_labels(rng, 33, vocabulary_size)
-        cases = [nll_case(rng, labels_M, config.model_width, vocabulary_size)]
-        for case in cases if inputs == "rung" else recorded_cases("token_nll", device):
+        if inputs == "rung":
+            cases = [rung_case(rng, config, device) for config in ladder.operator_configs(rung)]
+        else:
+            cases = recorded_cases("token_nll", device)
+        for case in cases:
             at = str([list(x.shape) for x in case.tensors.values()])
             operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+
+
+def rung_case(rng, config, device):
+    """33 rows of the model's width, over its vocabulary."""
+    columns = config.vocabulary_size
+    columns = min(columns, 4096) if device.type == "cpu" else columns
+    return nll_case(rng, some_labels(rng, 33, columns), config.model_width, columns)

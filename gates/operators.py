@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -149,15 +150,15 @@ def trial(
     scale: float = 1.0,
     loose: float = 1.0,
     ratio: float = 1.0,
-    rms_ratios: dict[str, float] | None = None,
+    ratios: Mapping[str, float] = MappingProxyType({}),
 ) -> Outcome:
     """Runs the role on trial forward and backward and judges every output and gradient.
 
     Measurements of one `label` share their names, so that the worst of many shapes is kept; `at`
     says which it was. `layout(name, tensor)` lays out inputs and, by the name "cotangent", the
     cotangents, which `scale` multiplies. All must stay as they were. `loose` multiplies the
-    absolute bounds in float32, and `ratio` the error ratios, where inputs magnify rounding.
-    `rms_ratios` are other bounds of the RMS ratio, by result. Returns the role's own outcome.
+    absolute bounds in float32, and `ratio` the error ratios, where inputs magnify rounding;
+    `ratios` multiplies those of single results. Returns the role's own outcome.
     """
     tensors = {
         name: layout(name, x.to(device, case.dtypes.get(name, dtype))).requires_grad_()
@@ -194,8 +195,7 @@ def trial(
                 *same,
                 at=at,
                 loose=loose,
-                ratio=ratio,
-                rms_ratio=(rms_ratios or {}).get(name),
+                ratio=ratio * ratios.get(name, 1.0),
                 shared=case.shared,
             )
 
@@ -226,7 +226,6 @@ def judge(
     at: str = "",
     loose: float = 1.0,
     ratio: float = 1.0,
-    rms_ratio: float | None = None,
     shared: int = 1,
 ) -> None:
     """Shape, dtype, absolute bound, error ratios and sign bias of one result."""
@@ -237,7 +236,6 @@ def judge(
         return
     got, plain, oracle = got.detach().clone(), plain.detach(), oracle.detach()
     rms, largest = (ratio * k for k in RATIOS[dtype])
-    rms = rms if rms_ratio is None else rms_ratio
     if got.numel() == 1:  # the plain error of a single number may be small by luck
         units = (16 if got.dtype == torch.float32 else 2) * torch.finfo(got.dtype).eps
         check(f"{name}: relative error", relative_error(got, oracle),
