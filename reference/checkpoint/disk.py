@@ -23,7 +23,7 @@ def write(descriptor: int, data: bytes | memoryview) -> int:
     return os.write(descriptor, data)
 
 
-def read_back(descriptor: int, buffer: bytearray, offset: int) -> int:
+def read_back(descriptor: int, buffer: memoryview, offset: int) -> int:
     """Reads what was written from byte `offset` on into `buffer`; how many bytes."""
     return os.preadv(descriptor, [buffer], offset)
 
