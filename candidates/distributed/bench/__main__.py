@@ -1,12 +1,16 @@
 """What FSDP2 costs on one device: the wrapped model beside the unwrapped one, in turns.
 
-    python -m candidates.distributed.bench --preset qwen2.5-0.5b [--candidate tilelang.fast]
+    python -m candidates.distributed.bench --candidate tilelang.fast --rows 8 --tokens 4096
     python -m candidates.distributed.bench --preset smoke --device cpu
 
 Both sides hold float32 parameters, compute in bfloat16, and do one update of `--microbatches`
 microbatches by the same `accumulate`, a clip and one fused AdamW step on the same random tokens.
 Their losses must agree first. The ratio of throughputs is the median over pairs, "at least" its
 one-sided 95 % bound. On one rank nothing is sent: the rest of fully_shard is what is measured.
+
+What fully_shard adds is mostly the host's time, a millisecond a layer and pass, which a device that
+has enough to do hides. One H200, 0.5B with tilelang.fast, two microbatches of 8 x 4096: 0.965 (at
+least 0.947); of 4 x 2048, where the host is the limit: 0.69.
 """
 
 from __future__ import annotations
