@@ -19,6 +19,7 @@ from reference.checkpoint.peers import peers_of
 from reference.checkpoint.random_state import random_state
 from reference.checkpoint.state import Snapshot, capture, restore
 from reference.group import sum_counts
+from reference.resumed_options import OPTIONS, named_options
 from reference.update import TrainState, UpdateSettings
 from reference.window import Window
 
@@ -74,8 +75,8 @@ class Keeper:
     stack: what the run's updates are to use, the given one under the eye of an AnomalyWatch.
 
     Raises ValueError for windows without a position, for a directory that holds checkpoints
-    although `resume` is False, and, naming what differs, for a checkpoint of another run. OSError
-    if the directory cannot be made.
+    although `resume` is False, and, naming what differs, options too, for a checkpoint of another
+    run. OSError if the directory cannot be made.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class Keeper:
         identity = self._checkpoints.identity
         must_be_equal = {key: identity[key] for key in COMPARED if key in identity}
         want = expected(self._training, self._settings, must_be_equal)
-        snapshot = stack.load(newest, want)
+        with named_options(newest, identity.get(OPTIONS)):
+            snapshot = stack.load(newest, want)
+            self._windows.load_state_dict(snapshot.data)
         if snapshot.identity["code"] != identity.get("code"):
             warnings.warn(
                 f"{newest} was saved by other code; from here on the run may differ from one that "
@@ -124,7 +127,6 @@ class Keeper:
             )
         how = resumption(snapshot.world, want.world)
         self._checkpoints.announce(f"resuming from {newest}, {how}")
-        self._windows.load_state_dict(snapshot.data)
         restore(snapshot, self._training, self._checkpoints.generators)
         self._saved_steps = snapshot.counters.optimizer_steps
 

@@ -43,6 +43,7 @@ from reference.interruption import STOPPED, signals_asked_to_wait
 from reference.lora import PROJECTIONS
 from reference.options import COMPUTE_DTYPES
 from reference.resume import Checkpoints
+from reference.resumed_options import OPTIONS, kept_options
 from reference.schedule import Schedule
 from reference.several_ranks import Ranks
 from reference.train import TrainResult, initial_model, train
@@ -243,7 +244,10 @@ def _train(
             options.checkpoints,
             options.checkpoint_every or DEFAULT_CHECKPOINT_EVERY,
             resume=options.resume,
-            identity=identity_of(text, start.tokenizer),
+            identity={
+                **identity_of(text, start.tokenizer),
+                OPTIONS: kept_options(options, start.learning_rate),
+            },
             stop=interruption.has_come,
             announce=partial(print, flush=True),
         )

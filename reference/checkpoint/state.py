@@ -29,7 +29,7 @@ from reference.loss_scale import LossScaleState
 from reference.optimizer import AdamState
 from reference.update import Counters, TrainState, UpdateSettings
 
-IDENTITY = ("manifest", "tokenizer", "code", "evaluation")
+IDENTITY = ("manifest", "tokenizer", "code", "evaluation", "options")
 Generators = Mapping[str, torch.Generator]
 
 
@@ -43,8 +43,8 @@ class Snapshot:
     parameter; settings: of the updates, schedule included; data: the position of the next window
     that was not consumed; random: states of the generators, uint8, keyed "cpu", "cuda:0",
     "generator:NAME", empty if they are not to be set; identity: hashes of what the run was made
-    from, None where not known; world: as world_of gives it; loss_scale: the fields of
-    LossScaleState, or None.
+    from, and the options of its command (`resumed_options`), None where not known; world: as
+    world_of gives it; loss_scale: the fields of LossScaleState, or None.
 
     Over several ranks parameters and moments are what this rank holds, `shards` says of which part,
     and the random states are its own; the rest is the same on all ranks, which `peers` reaches.
@@ -76,10 +76,10 @@ def capture(
 ) -> Snapshot:
     """A copy of everything that the next update depends on, as far as this rank holds it.
 
-    data_state: from the windows' `state_dict()`. identity: hashes under the keys of IDENTITY; a
-    missing key is None. generators: in use besides torch's global ones, by name. on_device: leave
-    the copies of parameters and moments where they are, which is quicker and takes as much memory
-    there again; otherwise they are on the CPU.
+    data_state: from the windows' `state_dict()`. identity: as in Snapshot, under the keys of
+    IDENTITY; a missing key is None. generators: in use besides torch's global ones, by name.
+    on_device: leave the copies of parameters and moments where they are, which is quicker and takes
+    as much memory there again; otherwise they are on the CPU.
 
     Raises ValueError for a model without a dataclass `config`, for two parameters that share
     memory without being one, for what JSON does not give back equal, and as `shards_of`.

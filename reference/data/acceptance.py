@@ -40,7 +40,7 @@ PROBES: dict[str, bytes] = {
 class SliceAcceptance:
     """num_tokens: with one EOS a document; num_changed: documents that do not come back byte for
     byte; num_refused: that cannot be encoded, which are in no other number; first_problem: which
-    document was the first, and how; "" if none.
+    of the documents, from 1, was the first, and how; "" if none.
     """
 
     num_documents: int
@@ -135,12 +135,12 @@ def _decoded(
 def _slice(tokenizer: Tokenizer, documents: Iterable[bytes]) -> SliceAcceptance:
     num_documents = num_bytes = num_tokens = num_changed = num_refused = 0
     first_problem = ""
-    for number, text in enumerate(documents):
+    for number, text in enumerate(documents, 1):  # told, and not stored: from 1
         outcome, length, words = _tried(tokenizer, text)
         if outcome != EXACT:
             num_changed += outcome == CHANGED
             num_refused += outcome == REFUSED
-            first_problem = first_problem or f"document {number}: {words}"
+            first_problem = first_problem or f"document {number:,}: {words}"
         if outcome != REFUSED:
             num_documents, num_bytes = num_documents + 1, num_bytes + len(text)
             num_tokens += length

@@ -69,7 +69,7 @@ def train_characters(texts: Iterable[bytes], end_of_text: str = END_OF_TEXT) -> 
 def _decoded(texts: Iterable[bytes]) -> Iterator[str]:
     """The texts as str. ValueError if there is no character, or one text is not UTF-8."""
     num_characters = 0
-    for number, data in enumerate(texts):
+    for number, data in enumerate(texts, 1):
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:

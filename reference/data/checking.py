@@ -24,6 +24,7 @@ from reference.data.manifest import COMPLETE, TOKENIZER, TRAIN, UNFINISHED, VALI
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.shards import open_documents
 from reference.data.shingles import Hashes, shingles
+from reference.data.text_files import place_of
 from reference.data.work import Workers, write_array, write_whole
 
 PIECE_TOKENS = 2**21
@@ -108,7 +109,9 @@ def check_shards(
     num_decoded_differently: documents whose decoded bytes are not those that were tokenized, in
     decoded_differently by split, source and slice;
     num_overlapping_documents: of validation, whose overlap is at least the threshold;
-    overlaps: [10] documents whose overlap is in 0 to 0.1, …, 0.9 to 1; worst: the highest overlaps.
+    overlaps: [10] documents whose overlap is in 0 to 0.1, …, 0.9 to 1;
+    worst: the highest overlaps, {overlap, source: index into `Manifest.sources`, document: its file
+    and row in the words of `place_of`, as `inspect` and `trace` name it, where rows count from 1}.
     progress(tokens).
     """
     written = _Shards(folder, tokenizer.eos, id_dtype)
@@ -238,24 +241,27 @@ def _overlaps(
     settings: ContaminationSettings,
     workers: Workers,
 ) -> dict[str, Any]:
-    found: list[tuple[float, str, int]] = []
+    found: list[tuple[float, int, str, int]] = []
     for own in workers.map(partial(_overlaps_of, work, written, settings), pieces):
         found += own
-    shares = np.array([share for share, _, _ in found])
-    worst = sorted(found, key=lambda one: (-one[0], one[1], one[2]))[:NUM_WORST]
+    shares = np.array([share for share, *_ in found])
+    worst = sorted(found, key=lambda one: (-one[0], *one[1:]))[:NUM_WORST]
     return {
         "num_overlapping_documents": int((shares >= settings.threshold).sum()),
         "overlaps": np.histogram(shares, 10, (0, 1))[0].tolist(),
-        "worst": [{"overlap": round(s, 4), "file": f, "row": r} for s, f, r in worst],
+        "worst": [
+            {"overlap": round(share, 4), "source": source, "document": place_of(file, row)}
+            for share, source, file, row in worst
+        ],
     }
 
 
 def _overlaps_of(
     work: Path, written: _Shards, settings: ContaminationSettings, piece: _Piece
-) -> list[tuple[float, str, int]]:
+) -> list[tuple[float, int, str, int]]:
     texts, _ = written.texts(piece)
     runs, hit = _all_runs(work / RUNS), np.load(work / HIT, mmap_mode="r")
     shares = overlaps(texts, runs, hit, settings)
     table = open_documents(written.folder, piece.shard).slice(piece.first, len(texts))
     files, rows = table["file"].to_pylist(), table["row"].to_pylist()
-    return list(zip(shares, files, rows, strict=True))
+    return list(zip(shares, [piece.shard.source] * len(files), files, rows, strict=True))

@@ -76,7 +76,7 @@ class JsonTokenizer:
     def encode_documents(self, documents: Iterable[bytes]) -> list[Tensor]:
         """Each document with its EOS, as encode_document has it; the library uses all cores.
 
-        Raises ValueError as encode does, saying in which document.
+        Raises ValueError as encode does, saying in which document, from 1.
         """
         texts = []
         for number, data in enumerate(documents):
@@ -163,7 +163,7 @@ def _in_document(number: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"document {number}: {error}") from error
+        raise ValueError(f"document {number + 1:,}: {error}") from error
 
 
 def require_belongs(config: DecoderConfig, tokenizer: Any, fields: Mapping[str, Any]) -> None:

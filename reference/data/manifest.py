@@ -6,7 +6,8 @@ DIR/SPLIT/shard-00000.bin            token ids, little-endian; documents end to 
 DIR/SPLIT/documents-00000.parquet    a row a document of that shard (`shards.DOCUMENTS`)
 
 SPLIT is train or validation. A shard holds documents of one source, in the order of that source;
-shards are numbered through all sources of a split, source by source.
+shards are numbered through all sources of a split, source by source. Shards, sources and
+rows are numbered from 0; only a document's name in words counts rows from 1 (`place_of`).
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Manifest:
     """Everything but the tokens.
 
     policy: the fields of the `PackingPolicy`; seed: of the split; contamination: "status" is
-    `COMPLETE` or `UNFINISHED`, the rest is what `contamination.py` found; files: {path below the
+    `COMPLETE` or `UNFINISHED`, the rest is what `check_shards` found; files: {path below the
     folder: size and SHA-256} of every file but the manifest.
     """
 

@@ -118,7 +118,7 @@ def one_document_a_row(
     for index, document in enumerate(documents):
         if not 1 <= len(document) <= row_tokens + 1:
             raise ValueError(
-                f"document {index} has {len(document)} tokens; a row of its own holds 1 to "
+                f"document {index + 1:,} has {len(document)} tokens; a row of its own holds 1 to "
                 f"{row_tokens + 1}"
             )
         tokens[index, : len(document)] = document
@@ -136,7 +136,7 @@ def _check_documents(documents: Sequence[Tensor], row_tokens: int) -> None:
     for index, document in enumerate(documents):
         if document.ndim != 1 or document.dtype != torch.int64:
             raise ValueError(
-                f"document {index} must be [tokens] int64, got {document.dtype} "
+                f"document {index + 1:,} must be [tokens] int64, got {document.dtype} "
                 f"{tuple(document.shape)}"
             )
 

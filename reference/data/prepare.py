@@ -88,7 +88,10 @@ STEPS = {
         ("tokenizers",),
     ),
     "shards": (("writing", "shards", "manifest", "account"), ("pyarrow",)),
-    "contamination": (("checking", "contamination", "shingles", "text_batches"), ("numpy",)),
+    "contamination": (
+        ("checking", "contamination", "shingles", "text_batches", "text_files"),
+        ("numpy",),
+    ),
 }
 
 

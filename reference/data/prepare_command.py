@@ -24,6 +24,7 @@ from reference.data.prepare import PrepareSettings, preparation_key, prepare
 from reference.data.remarks import changed_probes, remarks, warnings
 from reference.data.sources import parse_sources
 from reference.data.text_files import PART_BYTES
+from reference.data.token_account import account_table, disagreements, token_accounts
 from reference.data.tokenizing import parse_tokenizer
 from reference.data.visible import visible
 from reference.data.work import goes_on, leftovers, work_folder
@@ -52,17 +53,16 @@ UNITS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 if a folder could not be written; 130 or 143 if a signal stopped it; SystemExit with 2
-    for bad input.
+    """0; 1 if a folder could not be written, or its tokens do not add up; 130 or 143 if a signal
+    stopped it; SystemExit with 2 for bad input.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if options.command == "inspect":
-            _inspect(options)
-        else:
-            _prepare(options)
+            return _inspect(options)
+        _prepare(options)
     except ValueError as error:
         parser.error(_said(str(error), error))
     except BrokenPipeError:
@@ -149,18 +149,23 @@ def _summary(manifest: Manifest, directory: Path, tokenizer: str) -> str:
     return "\n".join(lines)
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace) -> int:
     if options.drawing and not options.drawing.absolute().parent.is_dir():
         raise ValueError(f"no folder {options.drawing.absolute().parent} to draw into")
     manifest = read_manifest(options.directory)
     console = _console()
-    for table in tables(manifest, options.directory, options.windows):
+    accounts = token_accounts(manifest, options.directory)
+    for table in (*tables(manifest, options.directory, options.windows), account_table(accounts)):
         console.print(table)
     for text in (*remarks(manifest), *(f"warning: {one}" for one in warnings(manifest))):
         print(visible(text))
     if options.drawing:
         draw(manifest, options.directory, options.drawing)
         print(f"drawn: {options.drawing}")
+    wrong = disagreements(accounts)
+    for text in wrong:
+        print(f"error: {visible(text)}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 class _Shown:
@@ -229,7 +234,9 @@ def _parser() -> argparse.ArgumentParser:
         if name in CHOICES:
             add(f"--{name}", choices=CHOICES[name], default=value,
                 help=f"{POLICY[name]} (%(default)s)")  # fmt: skip
-    look = commands.add_parser("inspect", help="print and draw what is in DIR")
+    look = commands.add_parser(
+        "inspect", help="print and draw what is in DIR; 1 if its tokens do not add up"
+    )
     look.add_argument("directory", type=Path, metavar="DIR")
     look.add_argument("--windows", type=_number, default=3, metavar="N", help="windows shown")
     look.add_argument("--drawing", type=Path, metavar="FILE.png", help="draw it, too")

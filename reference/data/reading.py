@@ -29,6 +29,7 @@ from reference.data.text_files import kind_of, place_of
 from reference.data.work import Workers, write_table, write_whole
 
 # num_bytes, sha256: of the cleaned text, 0 and null of a dropped document; dropped: the reason.
+# row: from 0, as in `shards.DOCUMENTS`.
 READ = pa.schema(
     [
         pa.field("num_bytes", pa.int64(), nullable=False),

@@ -20,7 +20,9 @@ from reference.data.manifest import DataError, Manifest, ShardRecord
 # start, num_tokens: in the shard, num_tokens with EOS, so start[i + 1] = start[i] + num_tokens[i].
 # num_bytes, sha256: of the text as it was tokenized; raw_sha256: as it stood in the source.
 # cluster: the smallest sha256 among its near duplicates, itself included; cluster_size counts them.
-# file, row: where it was read; row is -1 where the file is the document. steps: what cleaning did.
+# file, row: where it was read. row counts from 0, and is said from 1 (`place_of`): the row of a
+# table, the line of JSONL, empty ones counted, the part of a text file that was cut; -1 where the
+# file is the document. steps: what cleaning did.
 DOCUMENTS = pa.schema(
     [
         pa.field("start", pa.int64(), nullable=False),
@@ -40,7 +42,9 @@ DOCUMENTS = pa.schema(
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """One row of `DOCUMENTS`, with its source's and split's names; hashes in hexadecimal."""
+    """One row of `DOCUMENTS`, with its source's and split's names; hashes in hexadecimal; row
+    from 0, as there.
+    """
 
     split: str
     source: str

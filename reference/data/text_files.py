@@ -49,7 +49,9 @@ class Fields:
 
 
 def place_of(file: str, row: int) -> str:
-    """A document in words: rows, and the parts of a file that was cut, count from 1 there."""
+    """A document in words, for the screen and the manifest: rows, and the parts of a file that was
+    cut, count from 1 there. row: the stored number, from 0, or `WHOLE_FILE`.
+    """
     if row == WHOLE_FILE:
         return file
     return f"{file} {'part' if kind_of(Path(file)) == 'text' else 'row'} {row + 1:,}"

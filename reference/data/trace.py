@@ -26,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     from reference.stack import ROLES
 
-    parser = argparse.ArgumentParser(prog="python -m reference.data.trace")
+    parser = argparse.ArgumentParser(
+        prog="python -m reference.data.trace",
+        description="Which documents an update of a run was made of, and why. Updates, rows, "
+        "windows, epochs and tokens count from 1; row in the tables of the shards counts from 0.",
+    )
     parser.add_argument("data", type=Path, metavar="DIR", help="a prepared folder")
     parser.add_argument("--update", type=whole_number, required=True, metavar="N", help="from 1 on")
     parser.add_argument("--seed", type=int, default=0, help="of the run")

@@ -17,6 +17,11 @@ def visible(text: str, keep: str = "") -> str:
     return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else _spelled(found[0]), text)
 
 
+def drawable(name: str) -> str:
+    """The name as matplotlib draws it, to which dollars mean a formula."""
+    return visible(name).replace("$", r"\$")
+
+
 def _spelled(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from reference.data.acceptance import EXACT, PROBES, REFUSED
 from reference.data.bpe import train_bpe
 from reference.data.folder_text import open_folder
 from reference.data.manifest import read_manifest
-from reference.data.prepare_command import main
+from reference.data.policy import CHOICES, PackingPolicy
+from reference.data.prepare_command import DEFAULT_WINDOW_TOKENS, main
 from reference.data.remarks import warnings
 from reference.data.tokenizing import parse_tokenizer
 from reference.data.work import leftovers
@@ -40,6 +42,8 @@ def test_the_command_prepares_inspects_and_draws(folder, tmp_path, capsys, monke
         "part of an epoch",
         "<EOS>",
         "its token 1",
+        "count from 1 here; row in the tables of the shards from 0",
+        "account of the tokens",
     ):
         assert words in shown
     assert drawing.read_bytes().startswith(b"\x89PNG") and drawing.stat().st_size > 10_000
@@ -201,6 +205,15 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(command, folder, tmp_pat
     os.close(writer)
     assert found.returncode == 1
     assert b"Traceback" not in found.stderr and b"Errno" not in found.stderr, found.stderr
+
+
+def test_the_readme_has_every_packing_option_with_its_values_and_default():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for name, words in CHOICES.items():
+        values = ", ".join(f"`{word}`" for word in words)
+        default = getattr(PackingPolicy(1), name)
+        assert f"| `--{name}` | {values} | `{default}` | " in readme
+    assert f"| `--window-tokens` | 1 or more | {DEFAULT_WINDOW_TOKENS} | " in readme
 
 
 def test_the_help_says_what_a_packing_policy_does(capsys):

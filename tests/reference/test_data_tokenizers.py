@@ -80,7 +80,7 @@ def test_an_unknown_character_is_named(tmp_path, character):
     code = rf"U\+{ord(character):04X}"
     with pytest.raises(ValueError, match=code):
         tokenizer.encode(f"ab{character}".encode())
-    with pytest.raises(ValueError, match=f"document 1: .*{code}"):
+    with pytest.raises(ValueError, match=f"document 2: .*{code}"):
         tokenizer.encode_documents([b"ab", character.encode()])
 
 
@@ -91,7 +91,7 @@ def test_an_unknown_word_is_named_with_its_document(tmp_path):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     opened_again = opened(tmp_path, tokenizer.to_str().encode())
-    with pytest.raises(ValueError, match="document 1: 'ba' is not in"):
+    with pytest.raises(ValueError, match="document 2: 'ba' is not in"):
         opened_again.encode_documents([b"ab a", b"ab ba"])
 
 
@@ -101,7 +101,7 @@ def test_an_unknown_word_is_named_with_its_document(tmp_path):
         (TEXTS, 256, "vocabulary_size is 256; the bytes and the end of a text need 257"),
         ([], 300, "no text to make a tokenizer from"),
         ([b"", b""], 300, "no text"),
-        ([b"good", b"bad \xff"], 300, r"text 1: byte 4 \(0xff\) is not UTF-8"),
+        ([b"good", b"bad \xff"], 300, r"text 2: byte 4 \(0xff\) is not UTF-8"),
     ],
 )
 def test_no_bpe_of_what_is_no_text(texts, size, message):
@@ -132,7 +132,7 @@ def test_what_a_tokenizer_loses_is_said(tmp_path):
     assert (mixed.num_documents, mixed.num_changed, mixed.num_refused) == (2, 1, 1)
     assert found.probes["special-token text"] == CHANGED  # [CLS] in capitals
     assert len(found.problems) == 2
-    assert "document 1: it comes back changed from byte 0 on" in found.problems[0]
+    assert "document 2: it comes back changed from byte 0 on" in found.problems[0]
 
 
 class EndsInside(ByteTokenizer):
@@ -146,7 +146,7 @@ class EndsInside(ByteTokenizer):
 def test_an_end_inside_a_document_is_found():
     found = accept(EndsInside(), {"all": [b"fine", b"not <|endoftext|> fine"]})
     assert found.probes["special-token text"] == CHANGED
-    assert "document 1: the end of a document stands inside it" in found.problems[0]
+    assert "document 2: the end of a document stands inside it" in found.problems[0]
 
 
 @pytest.mark.parametrize(

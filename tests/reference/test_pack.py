@@ -56,7 +56,7 @@ def test_an_empty_document_takes_no_room_and_keeps_its_number():
         (documents(3), 4, "drop", "no row"),
         (documents(3), 0, "pad", "row_tokens is 0"),
         (documents(3), 4, "fold", "pad, drop"),
-        ([torch.zeros(2, 2).long()], 4, "pad", "document 0"),
+        ([torch.zeros(2, 2).long()], 4, "pad", "document 1"),
         ([torch.zeros(2).int()], 4, "pad", "int32"),
     ],
 )
@@ -76,7 +76,7 @@ def test_one_document_a_row_by_hand():
 
 @pytest.mark.parametrize("length", [0, 5])
 def test_a_document_that_does_not_fit_a_row_of_its_own_is_refused(length):
-    with pytest.raises(ValueError, match=f"document 1 has {length} tokens"):
+    with pytest.raises(ValueError, match=f"document 2 has {length} tokens"):
         one_document_a_row(documents(2, length), row_tokens=3)
 
 

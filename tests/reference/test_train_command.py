@@ -86,15 +86,30 @@ def test_a_run_is_resumed_and_refused_where_it_is_another(tmp_path, capsys):
     assert second == [f"resuming from {tmp_path / 'step-00000003'}, exact", first[2]]
     for more, message in [
         ([], "step-00000003 is there already; --resume it or choose another directory"),
-        (["--resume", "--updates", "4"], "schedule: "),
-        (["--resume", "--updates", "3", "--seed", "1"], "as saved and "),
-        (["--resume", "--updates", "3", "--compute-dtype", "bfloat16"], "compute_dtype"),
-        (["--resume", "--updates", "3", "--corpus-bytes", "150000"], "manifest"),
-        (["--resume", "--updates", "3", "--learning-rate", "0.1"], "schedule: peak is 0.006"),
+        (["--resume", "--updates", "4"], "--updates 3 as saved, 4 now; give"),
+        (["--resume", "--updates", "3", "--seed", "1"], "--seed 0 as saved, 1 now; give"),
+        (
+            ["--resume", "--updates", "3", "--compute-dtype", "bfloat16"],
+            "--compute-dtype float32 as saved, bfloat16 now; give",
+        ),
+        (
+            ["--resume", "--updates", "3", "--corpus-bytes", "150000"],
+            "--corpus-bytes 200000 as saved, 150000 now; give",
+        ),
+        (
+            ["--resume", "--updates", "3", "--learning-rate", "0.1"],
+            "--learning-rate 0.006 as saved, 0.1 now; give",
+        ),
+        (
+            ["--resume", "--updates", "9", "--lora-rank", "2"],
+            "--updates 3 as saved, 9 now; --learning-rate 0.006 as saved, 0.001 now; --lora-rank "
+            "not given as saved, 2 now; give",
+        ),
     ]:
         with pytest.raises(SystemExit):
             main([*kept, *more])
-        assert message in capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.out == ""
 
 
 def documents_of(rows):
