@@ -33,15 +33,15 @@ def documents_of(name):
     return probes.documents_of(cuts, names)
 
 
-def ratios_of(dtype):
-    """Factors of the error ratios where softmax is all but one-hot, as it is for real scores.
+def ratios_of(dtype, largest):
+    """Factors of the error ratios where softmax is all but one-hot: 2 by RMS, `largest` by maximum.
 
     A fused backward takes delta = rowsum(o do) of the o it saved, in 16 bits (Dao et al. 2022,
     algorithm 4). Where one weight is all but one, p (do.v - delta) is a difference of equals: o's
-    rounding makes dq and dk up to 2.3 times (RMS) and 4.5 times (maximum) as far off as the plain
-    formula's exact delta does. Without that a kernel would save a second o, or multiply twice more.
+    rounding makes dq and dk up to 2.3 times as far off, by RMS, as the plain formula's exact delta
+    does. Without that a kernel would save a second o, or multiply twice more.
     """
-    return {} if dtype == torch.float32 else {"dq": 2.0, "dk": 2.0}
+    return {} if dtype == torch.float32 else dict.fromkeys(("dq", "dk"), (2.0, largest))
 
 
 @gate(
@@ -111,7 +111,7 @@ def test_large_scores(stack, packed, rng, device, check):
             # Rows of one scale: else dk is the sum of a few rows, and its ratio luck (1.5 to 4.7 in
             # 160 draws; with one scale at most 3.0). float32 has rows of all scales.
             case = replace(case, row_exponent=0)
-        ratios = ratios_of(dtype)
+        ratios = ratios_of(dtype, largest=1.0)
         operators.trial(stack, case, dtype, device, rng, check, loose=loose, ratios=ratios)
 
 
@@ -200,7 +200,8 @@ def test_models(stack, inputs, rung, rng, device, check):
             options = {}
             cases = [attention_case(rng, documents_of("many"), (2, 70, *shape)) for shape in heads]
         else:
-            options = {**REAL, "ratios": ratios_of(dtype)}
+            # By maximum 1.8 to 4.5 in 90 draws of a fused backward in torch: one element decides.
+            options = {**REAL, "ratios": ratios_of(dtype, largest=2.0)}
             cases = recorded_cases("attention", device)
         for case in cases:
             at = str([list(x.shape) for x in case.tensors.values()])

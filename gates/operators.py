@@ -150,7 +150,7 @@ def trial(
     scale: float = 1.0,
     loose: float = 1.0,
     ratio: float = 1.0,
-    ratios: Mapping[str, float] = MappingProxyType({}),
+    ratios: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> Outcome:
     """Runs the role on trial forward and backward and judges every output and gradient.
 
@@ -158,7 +158,7 @@ def trial(
     says which it was. `layout(name, tensor)` lays out inputs and, by the name "cotangent", the
     cotangents, which `scale` multiplies. All must stay as they were. `loose` multiplies the
     absolute bounds in float32, and `ratio` the error ratios, where inputs magnify rounding;
-    `ratios` multiplies those of single results. Returns the role's own outcome.
+    `ratios`, (by RMS, by maximum), those of single results. Returns the role's own outcome.
     """
     tensors = {
         name: layout(name, x.to(device, case.dtypes.get(name, dtype))).requires_grad_()
@@ -195,7 +195,7 @@ def trial(
                 *same,
                 at=at,
                 loose=loose,
-                ratio=ratio * ratios.get(name, 1.0),
+                ratios=tuple(ratio * factor for factor in ratios.get(name, (1.0, 1.0))),
                 shared=case.shared,
             )
 
@@ -225,7 +225,7 @@ def judge(
     *,
     at: str = "",
     loose: float = 1.0,
-    ratio: float = 1.0,
+    ratios: tuple[float, ...] = (1.0, 1.0),
     shared: int = 1,
 ) -> None:
     """Shape, dtype, absolute bound, error ratios and sign bias of one result."""
@@ -235,7 +235,7 @@ def judge(
     if got.numel() == 0:
         return
     got, plain, oracle = got.detach().clone(), plain.detach(), oracle.detach()
-    rms, largest = (ratio * k for k in RATIOS[dtype])
+    rms, largest = (factor * k for factor, k in zip(ratios, RATIOS[dtype], strict=True))
     if got.numel() == 1:  # the plain error of a single number may be small by luck
         units = (16 if got.dtype == torch.float32 else 2) * torch.finfo(got.dtype).eps
         check(f"{name}: relative error", relative_error(got, oracle),
