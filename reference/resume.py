@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -92,6 +92,7 @@ class Keeper:
                 "a run with checkpoints needs windows with state_dict and load_state_dict, such as "
                 f"training_text.Windows; got {type(windows).__name__}"
             )
+        checkpoints = replace(checkpoints, identity=_identity_of_all(checkpoints, training.group))
         self._checkpoints, self._training, self._settings = checkpoints, training, settings
         self._windows, self._directory = windows, Path(checkpoints.directory)
         self._write: Callable[[Snapshot], Any] = lambda snapshot: stack.save(
@@ -198,3 +199,11 @@ class Keeper:
     def _random_state(self) -> dict[str, torch.Tensor]:
         device = next(self._training.model.parameters()).device
         return random_state(device, self._checkpoints.generators)
+
+
+def _identity_of_all(checkpoints: Checkpoints, group: Any) -> Mapping[str, str | None]:
+    """With the first rank's options: on another host the same data may have another path."""
+    identity = checkpoints.identity
+    topic = f"keep the options in {checkpoints.directory}"
+    first = peers_of(group).first(topic, lambda: identity.get(OPTIONS))
+    return identity if first is None else {**identity, OPTIONS: first}

@@ -42,32 +42,37 @@ def named_options(checkpoint: Path, ours: str | None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if found := _different(_saved(checkpoint), ours):
+        if found := _different(_values(_saved(checkpoint)), _values(ours)):
             raise ValueError(
-                f"another run than the one to resume: {'; '.join(found)}; give the options as "
-                f"saved, or choose another directory ({error})"
+                f"{error}; of the options differ: {'; '.join(found)}; give them as saved, or "
+                "choose another directory"
             ) from error
         raise
 
 
-def _saved(checkpoint: Path) -> str | None:
+def _saved(checkpoint: Path) -> object:
     """The options in the checkpoint; None if it has none or cannot be read."""
     source = LocalFolder(checkpoint)
     try:
-        saved: str | None = read_state(source, read_manifest(source))["identity"].get(OPTIONS)
+        return read_state(source, read_manifest(source))["identity"].get(OPTIONS)
     except (ValueError, OSError):  # which the error that is on its way says
         return None
-    return saved
 
 
-def _different(saved: str | None, ours: str | None) -> list[str]:
-    if saved is None or ours is None:
-        return []
-    before, now = json.loads(saved), json.loads(ours)
+def _values(kept: object) -> dict[str, str | None]:
+    """What kept_options wrote; nothing of anything else, which another program may keep."""
+    try:
+        values = json.loads(kept) if isinstance(kept, str) else None
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _different(before: dict[str, str | None], now: dict[str, str | None]) -> list[str]:
     return [
-        f"{option} {before.get(option) or 'not given'} as saved, {value or 'not given'} now"
+        f"{option} {before[option] or 'not given'} as saved, {value or 'not given'} now"
         for option, value in now.items()
-        if before.get(option) != value
+        if option in before and before[option] != value
     ]
 
 

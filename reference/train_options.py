@@ -62,7 +62,7 @@ def parser_of_train() -> argparse.ArgumentParser:
     add("--checkpoint-every", type=whole_number, metavar="N",
         help=f"updates between two checkpoints ({DEFAULT_CHECKPOINT_EVERY})")  # fmt: skip
     add("--resume", action="store_true",
-        help="go on from the newest checkpoint in DIR, with the options of that run; without one, "
-        "start")  # fmt: skip
+        help="go on from the newest checkpoint in DIR; give the options of that run again; "
+        "without a checkpoint, start")  # fmt: skip
     add_model_options(parser)
     return parser

@@ -124,7 +124,7 @@ def read_manifest(source: Source) -> Manifest:
 
 
 def require_hash(source: Source, name: str, record: FileRecord) -> None:
-    """Reads the file in pieces of 1 MiB; CheckpointError if it is not what was written."""
+    """Reads the file in pieces of PIECE_BYTES; CheckpointError if it is not what was written."""
     with source.open(name) as file:
         found = sha256(iter(lambda: file.read(PIECE_BYTES), b""))
     if found != record.sha256:

@@ -109,7 +109,7 @@ def load(directory: Path | str, expected: Expected) -> Snapshot:
     """The snapshot in `directory`, if it is whole and what `expected` says.
 
     In this order: the manifest, the size of every file, state.json, what was expected, the
-    SHA-256 of every file (1 MiB at a time), the headers. Only then tensors are allocated.
+    SHA-256 of every file (PIECE_BYTES at a time), the headers. Only then tensors are allocated.
 
     All ranks of `expected.peers` call together; they share out the files to hash, and go on when
     all files are right. Each gets what it is to hold, however many ranks saved it, and its own

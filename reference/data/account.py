@@ -54,14 +54,14 @@ def account(lengths: Sequence[int] | Integers, policy: PackingPolicy) -> Account
     in_rows = min(max(last + 1, 1), num_tokens)  # stream tokens that a row has as target, or first
     num_firsts = int((firsts < in_rows).sum())
     num_ends = int((ends < in_rows).sum())
-    is_wrapped = policy.tail == "wrap"
     num_targets = int(row_targets(places, policy).sum())
-    once = max(in_rows, 0) - num_firsts - num_ends
+    is_wrapped = policy.tail == "wrap" and num_rows > 0
+    again = _unsupervised_again(places, policy, last)
     return Account(
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_targets=num_targets,
-        num_repeated=num_targets - once if is_wrapped else 0,
+        num_repeated=last + 1 - num_tokens - len(again) if is_wrapped else 0,
         num_firsts=num_firsts,
         num_ends=num_ends,
         num_dropped=num_tokens - in_rows,
@@ -89,11 +89,7 @@ def row_targets(lengths: Integers, policy: PackingPolicy) -> Tensor:
     apart = np.concatenate([firsts, ends])
     if policy.tail == "wrap" and num_rows:
         have = np.full(num_rows, width)
-        # A second time the stream's first token has one before it.
-        begins = firsts if policy.boundary == "ignore" else firsts[:0]
-        again = np.union1d(begins, _ends(lengths) if policy.eos == "ignore" else ends)
-        laps = [again + lap * num_tokens for lap in range(1, last // num_tokens + 1)]
-        apart = np.concatenate([apart, *laps])
+        apart = np.concatenate([apart, _unsupervised_again(lengths, policy, last)])
     rows = (apart[(apart >= 1) & (apart <= last)] - 1) // width
     return torch.from_numpy(have - np.bincount(rows, minlength=num_rows)[:num_rows])
 
@@ -106,6 +102,18 @@ def _unsupervised(lengths: Integers, policy: PackingPolicy) -> tuple[Integers, I
     if policy.eos == "predict":
         return firsts, ends[:0]
     return firsts, np.setdiff1d(ends, firsts, assume_unique=True)
+
+
+def _unsupervised_again(lengths: Integers, policy: PackingPolicy, last: int) -> Integers:
+    """The same places in the stream begun again, from its end up to `last`, as tail "wrap" does."""
+    num_tokens = int(lengths.sum())
+    firsts, ends = _unsupervised(lengths, policy)
+    # A second time the stream's first token has one before it.
+    begins = firsts if policy.boundary == "ignore" else firsts[:0]
+    once = np.union1d(begins, _ends(lengths) if policy.eos == "ignore" else ends)
+    laps = range(1, last // num_tokens + 1) if num_tokens else ()
+    again: Integers = np.concatenate([once[:0], *(once + lap * num_tokens for lap in laps)])
+    return again[again <= last]
 
 
 def _ends(lengths: Integers) -> Integers:

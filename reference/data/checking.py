@@ -24,7 +24,6 @@ from reference.data.manifest import COMPLETE, TOKENIZER, TRAIN, UNFINISHED, VALI
 from reference.data.open_tokenizer import Tokenizer, open_tokenizer
 from reference.data.shards import open_documents
 from reference.data.shingles import Hashes, shingles
-from reference.data.text_files import place_of
 from reference.data.work import Workers, write_array, write_whole
 
 PIECE_TOKENS = 2**21
@@ -110,8 +109,8 @@ def check_shards(
     decoded_differently by split, source and slice;
     num_overlapping_documents: of validation, whose overlap is at least the threshold;
     overlaps: [10] documents whose overlap is in 0 to 0.1, …, 0.9 to 1;
-    worst: the highest overlaps, {overlap, source: index into `Manifest.sources`, document: its file
-    and row in the words of `place_of`, as `inspect` and `trace` name it, where rows count from 1}.
+    worst: the highest overlaps, {overlap, source: index into `Manifest.sources`, file, row}, the
+    last two as in the tables, where rows count from 0.
     progress(tokens).
     """
     written = _Shards(folder, tokenizer.eos, id_dtype)
@@ -250,7 +249,7 @@ def _overlaps(
         "num_overlapping_documents": int((shares >= settings.threshold).sum()),
         "overlaps": np.histogram(shares, 10, (0, 1))[0].tolist(),
         "worst": [
-            {"overlap": round(share, 4), "source": source, "document": place_of(file, row)}
+            {"overlap": round(share, 4), "source": source, "file": file, "row": row}
             for share, source, file, row in worst
         ],
     }

@@ -88,10 +88,7 @@ STEPS = {
         ("tokenizers",),
     ),
     "shards": (("writing", "shards", "manifest", "account"), ("pyarrow",)),
-    "contamination": (
-        ("checking", "contamination", "shingles", "text_batches", "text_files"),
-        ("numpy",),
-    ),
+    "contamination": (("checking", "contamination", "shingles", "text_batches"), ("numpy",)),
 }
 
 

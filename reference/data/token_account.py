@@ -21,8 +21,8 @@ class TokenAccount:
 
     num_read: tokens of the shards, EOS included, as the manifest says; num_targets: supervised
     tokens, each once; left_out: {reason: tokens that are no target}, of the reasons alone that the
-    policy declares; num_windows: one without a target included; num_repeated: targets that tail
-    "wrap" has once more; num_padding: places that tail "pad" fills.
+    policy declares; num_windows: as a run has them, so none of a source without a target;
+    num_repeated: targets that tail "wrap" has once more; num_padding: places that tail "pad" fills.
     """
 
     split: str
@@ -95,14 +95,15 @@ def _of_split(
         found.append(account(np.concatenate(lengths), policy))
     names = [field.name for field in fields(Account)]
     sums = Account(**{name: sum(getattr(one, name) for one in found) for name in names})
+    with_targets = [one for one in found if one.num_targets]
     return TokenAccount(
         split=split,
         num_read=sum(shard.num_tokens for shard in shards),
         num_targets=sums.num_targets - sums.num_repeated,
         left_out=_declared(sums, policy),
-        num_windows=sums.num_rows,
+        num_windows=sum(one.num_rows for one in with_targets),
         num_repeated=sums.num_repeated,
-        num_padding=sums.num_padding,
+        num_padding=sum(one.num_padding for one in with_targets),
     )
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from reference.data.account import Account, account, row_targets
+from reference.data.account import row_targets
 from reference.data.labels import PADDING_DOCUMENT
 from reference.data.manifest import Manifest, ShardRecord
 from reference.data.pack import Rows
@@ -88,8 +88,7 @@ class SplitWindows:
 
     Attributes: sources, the index in `manifest.sources` of each source that has windows;
     first_windows, the number of the first window of each, then the number of all; targets, for each
-    [windows] int64, the supervised tokens; accounts, of every source that the split has; eos;
-    sha256, of the manifest, the split and the policy.
+    [windows] int64, the supervised tokens; eos; sha256, of the manifest, the split and the policy.
 
     directory: of a folder whose manifest was read by `read_manifest`: shards are not hashed again.
     policy: None for the manifest's. Raises ValueError if no window has a target.
@@ -110,15 +109,14 @@ class SplitWindows:
         self.targets: list[Tensor] = []
         self._streams: list[_Stream] = []
         self._first_documents: list[int] = []
-        self.accounts: list[Account] = []
         num_documents = 0
         for source in sorted({shard.source for shard in shards}):
             own = [shard for shard in shards if shard.source == source]
             stream = _Stream(Path(directory), manifest, own)
-            self.accounts.append(account(stream.lengths, self.policy))
-            if self.accounts[-1].num_targets:
+            targets = row_targets(stream.lengths, self.policy)
+            if targets.sum():
                 self.sources.append(source)
-                self.targets.append(row_targets(stream.lengths, self.policy))
+                self.targets.append(targets)
                 self._streams.append(stream)
                 self._first_documents.append(num_documents)
             num_documents += len(stream.lengths)

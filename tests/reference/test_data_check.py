@@ -51,7 +51,7 @@ def test_a_document_of_both_splits_is_found_in_whatever_shard_it_stands(place, t
     found = checked(tmp_path / "leaked", train)
     assert (found["num_shared_documents"], found["num_overlapping_documents"]) == (1, 1)
     # The second row of the first source's validation shard, in the words of inspect and trace.
-    assert found["worst"][0] == {"overlap": 1.0, "source": 0, "document": "file 3 row 2"}
+    assert found["worst"][0] == {"overlap": 1.0, "source": 0, "file": "file 3", "row": 1}
     assert [one["overlap"] for one in found["worst"]] == [1.0, 0.0]
     assert found["overlaps"] == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from data_folders import write_folder
 
+from reference.data import account as account_module
 from reference.data import token_account as module
-from reference.data.account import account
+from reference.data.account import account, row_targets
 from reference.data.labels import make_labels
 from reference.data.manifest import TRAIN, VALIDATION
 from reference.data.policy import CHOICES, PackingPolicy, apply_policy
@@ -76,6 +77,24 @@ def test_inspect_prints_it_by_split(tmp_path, capsys, monkeypatch):
     assert rows["targets, each once"] == ["111", "15"]
     assert rows["without an account"] == ["0", "0"]
     assert rows["padding (tail pad)"] == ["0", "0"] and rows["windows"] == ["20", "3"]
+
+
+@pytest.mark.parametrize("words", POLICIES, ids=lambda words: "-".join(words.values()))
+def test_targets_that_are_counted_wrongly_do_not_add_up(tmp_path, monkeypatch, words):
+    monkeypatch.setattr(account_module, "row_targets", lambda *given: row_targets(*given) + 1)
+    policy = PackingPolicy(6, **words)
+    found = token_accounts(write_folder(tmp_path, TEXTS, policy), tmp_path)
+    assert [one.num_missing for one in found] == [-one.num_windows for one in found]
+
+
+def test_a_source_without_a_target_has_no_windows(tmp_path):
+    texts = {TRAIN: [[[b"one document"]], [[b""]]], VALIDATION: [[[b"held out"]], [[b""]]]}
+    policy = PackingPolicy(6, tail="pad")
+    manifest = write_folder(tmp_path, texts, policy)
+    train, validation = token_accounts(manifest, tmp_path)
+    for one in (train, validation):
+        assert counted(tmp_path, manifest, one.split, policy) == (one.num_targets, one.num_windows)
+    assert (train.num_windows, train.num_padding, train.num_read) == (2, 0, 14)
 
 
 @pytest.mark.parametrize(
