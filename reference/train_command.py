@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace, stack: Any, ranks: Ranks) -> int:
             f"{counters.optimizer_steps} updates, {counters.tokens_updated:,} tokens; "
             f"{_score(stack, plain, text, options.device)}{text.remark}"
         )
-        if isinstance(windows, Loader):
+        if isinstance(windows, Loader) and len(windows):
             print(windows.waiting)
         _keep(options, stack, plain, start.tokenizer)
     return 0

@@ -64,6 +64,12 @@ def test_a_run_says_what_it_learnt_and_how_long_it_waited(folder, capsys):
     assert re.fullmatch(r"waited for data: [\d.]+ s of [\d.]+ s, [\d.]+%", waited)
 
 
+def test_a_run_that_had_ended_waited_for_nothing(folder, tmp_path, capsys):
+    kept = ["--checkpoints", tmp_path / "kept"]
+    assert run(folder, *kept) == run(folder, *kept, "--resume") == 0
+    assert capsys.readouterr().out.count("waited for data") == 1
+
+
 def test_bits_per_byte_are_of_the_bytes_of_the_documents(folder):
     text = open_folder(folder, STACK)
     assert text.held_out_bytes == sum(map(len, sources()["validation"][0][0]))
