@@ -74,8 +74,11 @@ def test_accumulation(stack, rng, device, check):
 def test_models(stack, inputs, rung, rng, device, check):
     options = REAL if inputs == "recorded" else {}
     for dtype in operators.dtypes(stack):
-        cases = [x for c in ladder.operator_configs(rung) for x in layer_cases(rng, c)]
-        for case in cases if inputs == "rung" else recorded_cases("linear", device):
+        if inputs == "rung":
+            cases = [x for c in ladder.operator_configs(rung) for x in layer_cases(rng, c)]
+        else:
+            cases = recorded_cases("linear", device)
+        for case in cases:
             at = str([list(x.shape) for x in case.tensors.values()])
             operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
 

@@ -48,11 +48,14 @@ def test_shapes(stack, role, rng, device, check):
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 @ROLE
 def test_models(stack, role, inputs, rung, rng, device, check):
-    widths = [config.model_width for config in ladder.operator_configs(rung)]
     options = REAL if inputs == "recorded" else {}
-    cases = [CASES[role](rng, 67, width) for width in widths]
+    if inputs == "rung":
+        configs = ladder.operator_configs(rung)
+        cases = [CASES[role](rng, 67, config.model_width) for config in configs]
+    else:
+        cases = recorded_cases(role, device)
     for dtype in operators.dtypes(stack):
-        for case in cases if inputs == "rung" else recorded_cases(role, device):
+        for case in cases:
             at = str(list(case.tensors["x"].shape))
             operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
 

@@ -55,13 +55,14 @@ def account(lengths: Sequence[int] | Integers, policy: PackingPolicy) -> Account
     num_firsts = int((firsts < in_rows).sum())
     num_ends = int((ends < in_rows).sum())
     num_targets = int(row_targets(places, policy).sum())
-    is_wrapped = policy.tail == "wrap" and num_rows > 0
-    again = _unsupervised_again(places, policy, last)
+    num_repeated = 0
+    if policy.tail == "wrap" and num_rows:
+        num_repeated = last + 1 - num_tokens - len(_unsupervised_again(places, policy, last))
     return Account(
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_targets=num_targets,
-        num_repeated=last + 1 - num_tokens - len(again) if is_wrapped else 0,
+        num_repeated=num_repeated,
         num_firsts=num_firsts,
         num_ends=num_ends,
         num_dropped=num_tokens - in_rows,
@@ -111,7 +112,7 @@ def _unsupervised_again(lengths: Integers, policy: PackingPolicy, last: int) -> 
     # A second time the stream's first token has one before it.
     begins = firsts if policy.boundary == "ignore" else firsts[:0]
     once = np.union1d(begins, _ends(lengths) if policy.eos == "ignore" else ends)
-    laps = range(1, last // num_tokens + 1) if num_tokens else ()
+    laps = range(1, last // num_tokens + 1)
     again: Integers = np.concatenate([once[:0], *(once + lap * num_tokens for lap in laps)])
     return again[again <= last]
 
