@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from reference.loss import NO_TARGET
 ROWS = (1, 2, 15, 16, 17, 63, 65, 129)
 # No tile divides a prime, 50257 or 129920; a CPU compiles each width and vocabulary once.
 VOCABULARIES = {"cpu": (131,), "cuda": (127, 128, 131, 1009, 50_257, 129_920)}
+
+PEAK_COLUMNS = {"cpu": 131, "cuda": 1009}
 
 
 @gate(
@@ -65,6 +69,31 @@ def test_logits(stack, spread, mean, rng, device, check):
         # the mean multiplies.
         ratio = 1 + abs(mean) / 5
         operators.trial(stack, case, dtype, device, rng, check, loose=loose, ratio=ratio)
+
+
+@gate(
+    claim="one column far above all others, in the first, a middle and the last tile: the sum and "
+    "its gradients are as near to the oracle as the plain formula, in the rows that have it and in "
+    "those beside them",
+    roles=["token_nll"],
+    not_claimed="logits that overflow float32",
+    source="own: whatever takes its exponentials relative to an estimate of the largest logit must "
+    "notice where the estimate is too low",
+)
+@pytest.mark.parametrize("height", [20.0, 60.0, 300.0])
+def test_peaks(stack, height, rng, device, check):
+    vocabulary_size = PEAK_COLUMNS.get(device.type, PEAK_COLUMNS["cuda"])
+    for dtype in operators.dtypes(stack):
+        for peak in (3, vocabulary_size // 2, vocabulary_size - 1):
+            labels_M = some_labels(rng, 65, vocabulary_size)
+            labels_M[20:30] = peak
+            case = nll_case(rng, labels_M, 64, vocabulary_size)
+            case = replace(case, row_exponent=2)  # float16 ends at 65504: height, times 4, times 4
+            case.tensors["hidden"][:, 0] = torch.arange(65) % 2  # every other row has it
+            case.tensors["weight"][:, 0] = 0.0
+            case.tensors["weight"][peak, 0] = height
+            at = f"column {peak} of {vocabulary_size}"
+            operators.trial(stack, case, dtype, device, rng, check, at=at, loose=1 + height)
 
 
 @gate(

@@ -78,7 +78,7 @@ def kernels(p: Preset) -> Iterator[Kernel]:
     columns = token_nll_kernels.vocabulary_tile(d, p.vocabulary, dtype)
     for keep in (False, True):
         yield token_nll_kernels.logit_tiles, (p.vocabulary, p.width, dtype, keep)
-        yield token_nll_kernels.logit_gradients, (p.vocabulary, columns, dtype, keep, 1.0)
+        yield token_nll_kernels.logit_gradients, (p.vocabulary, columns, dtype, keep)
     yield token_nll_kernels.scaled, (8, dtype)
     yield matrix.matrix_product, ((0, p.width, p.width), (False, True), "float32", True)
     yield attention.attention_forward, _attention_parameters(p, "float32", True)

@@ -61,20 +61,20 @@ def _forward(
 def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    parameters, d = _parameters(x, weight), dialect_of(x)
-    dx, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
-    flat, width = (-1, x.shape[-1]), x.shape[-1]
+    (width, dtype, gain_dtype), adds, d = _parameters(x, weight), dtotal is not None, dialect_of(x)
+    dx, dweight, flat = x.new_empty(x.shape), weight.new_empty(weight.shape), (-1, width)
     if not x.numel():
         return dx, dweight.zero_()
     dy, x = dense(dy), dense(x)
     other = dy if dtotal is None else dense(dtotal)
-    num_workers = min(inverse_rms.numel(), d.num_workers * workers(d, width)[2])
+    _, _, blocks = workers(d, width, dtype, adds)
+    num_workers = min(inverse_rms.numel(), d.num_workers * blocks)
     parts = x.new_empty(num_workers, width, dtype=torch.float32)
     launch(
-        rms_norm_backward, d, (*parameters, dtotal is not None), dy.view(flat), other.view(flat),
+        rms_norm_backward, d, (width, dtype, gain_dtype, adds), dy.view(flat), other.view(flat),
         x.view(flat), dense(weight), inverse_rms.view(-1), dx.view(flat), parts,
     )  # fmt: skip
-    launch(sum_of_parts, d, (width if d.on_gpu else 0, parameters[2]), parts, dweight)
+    launch(sum_of_parts, d, (width if d.on_gpu else 0, gain_dtype), parts, dweight)
     return dx, dweight
 
 

@@ -14,6 +14,9 @@ from candidates.tilelang.dialect import Dialect
 
 COLUMNS, LINES = 16, 128  # the tile of the last sum on a GPU
 CPU_COLUMNS = 64
+REGISTERS = 65536  # of a processor
+OTHER_REGISTERS = 13  # of a thread of the backward: addresses, counters
+MOST_BLOCKS = 8  # on a processor: more blocks leave more parts to add up
 
 
 def _row(d: Dialect, width: int) -> tuple[int, int]:
@@ -24,17 +27,19 @@ def _row(d: Dialect, width: int) -> tuple[int, int]:
     return -(-width // (4 * threads)) * 4 * threads, threads
 
 
-def workers(d: Dialect, width: int) -> tuple[int, int, int]:
+def workers(d: Dialect, width: int, dtype: str, adds: bool) -> tuple[int, int, int]:
     """Of the backward: the width of a row's tile, the threads of a block, blocks on a processor.
 
-    Twelve to sixteen elements a thread, so that this row, the next one and the sums fit into its
-    registers beside those of the other blocks.
+    As many blocks as hold in registers, for each element of a thread's share of the row, x, dy and
+    the residual's cotangent twice (this row's and the next's), the gain, and two float32 sums.
     """
     if not d.on_gpu:
         return width, 1, 1
     threads = next((n for n in (64, 128, 256) if width <= 16 * n), 512)
-    blocks = {64: 8, 128: 4, 256: 3, 512: 1}[threads]
-    return -(-width // (2 * threads)) * 2 * threads, threads, blocks
+    padded = -(-width // (2 * threads)) * 2 * threads
+    words = (2 * (3 if adds else 2) + 1) * (4 if dtype == "float32" else 2) / 4 + 2
+    registers = OTHER_REGISTERS + padded // threads * words
+    return padded, threads, max(1, min(MOST_BLOCKS, int(REGISTERS // (threads * registers))))
 
 
 def rms_norm_forward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds: bool) -> Any:
@@ -84,7 +89,7 @@ def rms_norm_backward(d: Dialect, width: int, dtype: str, gain_dtype: str, adds:
     With `adds`, x is the total, and the cotangent of the total itself is added to dx. A worker has
     its next row on the way into registers while it works on this one.
     """
-    padded, threads, blocks = workers(d, width)
+    padded, threads, blocks = workers(d, width, dtype, adds)
     num_rows, num_workers = T.dynamic("num_rows"), T.dynamic("num_workers")
 
     @T.prim_func

@@ -25,7 +25,7 @@ from candidates.tilelang.dialect import (
 )
 
 THREADS = 128
-HEADS = 4  # that a block rotates: with fewer angles are computed again, with more registers run out
+HEADS = 2  # that a block rotates by the same angles: with more registers run out
 LOAD = 8  # elements of a 16-byte load of a 16-bit dtype
 LARGEST_WIDTH = 2 * THREADS * LOAD  # of a head
 
@@ -54,24 +54,22 @@ def rope_rotate(
     heads, tokens, padded = _tile(d, half)
     num_queries = num_query_heads or T.dynamic("num_query_heads")
     num_keys = num_kv_heads or T.dynamic("num_kv_heads")
-    query_blocks, key_blocks = T.ceildiv(num_queries, heads), T.ceildiv(num_keys, heads)
+    query_groups = T.ceildiv(num_queries, heads)
+    groups = query_groups + T.ceildiv(num_keys, heads)
     sign = -1.0 if backwards else 1.0
     num_tokens = T.dynamic("num_tokens")
 
     by_loads = Fragment((tokens, padded), _thread_and_register(padded))
 
     @T.macro
-    def rotate(x, y, cosine, sine, first, head):  # type: ignore[no-untyped-def]
-        a = d.registers((heads, tokens, padded), dtype)
-        b = d.registers((heads, tokens, padded), dtype)
+    def load(x, a, b, first, head):  # type: ignore[no-untyped-def]
         for n, t, i in d.each(heads, tokens, padded):
             a[n, t, i] = x[first + t, head + n, i]
         for n, t, i in d.each(heads, tokens, padded):
             b[n, t, i] = x[first + t, head + n, half + i]
-        for n, t, i in d.each(heads, tokens, padded):
-            wide_a, wide_b = T.cast(a[n, t, i], "float32"), T.cast(b[n, t, i], "float32")
-            a[n, t, i] = T.cast(wide_a * cosine[t, i] - wide_b * sine[t, i], dtype)
-            b[n, t, i] = T.cast(wide_b * cosine[t, i] + wide_a * sine[t, i], dtype)
+
+    @T.macro
+    def store(a, b, y, first, head):  # type: ignore[no-untyped-def]
         for n, t, i in d.each(heads, tokens, padded):
             if i < half:
                 y[first + t, head + n, i] = a[n, t, i]
@@ -88,22 +86,32 @@ def rope_rotate(
         rotated_q: T.Tensor((num_tokens, num_queries, width), dtype),
         rotated_k: T.Tensor((num_tokens, num_keys, width), dtype),
     ):
-        with d.grid(
-            T.ceildiv(num_tokens, tokens), query_blocks + key_blocks, num_threads=THREADS
-        ) as (block, group):
-            first = block * tokens
+        with d.grid(T.ceildiv(num_tokens, tokens) * groups, num_threads=THREADS) as block:
+            # All heads of some tokens, then of the next: they lie side by side.
+            first, group = block // groups * tokens, block % groups
+            a = d.registers((heads, tokens, padded), dtype)
+            b = d.registers((heads, tokens, padded), dtype)
             cosine = d.registers((tokens, padded), "float32")
             sine = d.registers((tokens, padded), "float32")
             if d.on_gpu:
                 T.annotate_layout({cosine: by_loads, sine: by_loads})
+            # The loads are on their way while the angles are computed.
+            if group < query_groups:
+                load(q, a, b, first, group * heads)
+            else:
+                load(k, a, b, first, (group - query_groups) * heads)
             for t, i in d.each(tokens, padded):
                 angle = T.cast(positions[first + t], "float32") * frequencies[i]
                 cosine[t, i] = T.cos(angle)
                 sine[t, i] = T.sin(angle) * sign
-            if group < query_blocks:
-                rotate(q, rotated_q, cosine, sine, first, group * heads)
+            for n, t, i in d.each(heads, tokens, padded):
+                wide_a, wide_b = T.cast(a[n, t, i], "float32"), T.cast(b[n, t, i], "float32")
+                a[n, t, i] = T.cast(wide_a * cosine[t, i] - wide_b * sine[t, i], dtype)
+                b[n, t, i] = T.cast(wide_b * cosine[t, i] + wide_a * sine[t, i], dtype)
+            if group < query_groups:
+                store(a, b, rotated_q, first, group * heads)
             else:
-                rotate(k, rotated_k, cosine, sine, first, (group - query_blocks) * heads)
+                store(a, b, rotated_k, first, (group - query_groups) * heads)
 
     return program
 

@@ -1,7 +1,7 @@
 """The last layer and the cross-entropy as one operator: the logits never exist at once.
 
-The loss and its gradients are computed in the forward, chunk by chunk of rows, by the kernels of
-token_nll_kernels.py; the backward multiplies the gradients by the cotangent of the sum.
+The loss and its gradients are computed in the forward, chunk by chunk of rows
+(token_nll_chunks.py); the backward multiplies the gradients by the cotangent of the sum.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from candidates.tilelang.dialect import (
     launches_of,
     line_of,
 )
-from candidates.tilelang.token_nll_kernels import loss_and_gradients, scaled
+from candidates.tilelang.token_nll_chunks import loss_and_gradients
+from candidates.tilelang.token_nll_kernels import scaled
 
 NO_TARGET = -100
 
@@ -155,7 +156,7 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
     Returns (nll_sum in nats, float32; num_tokens, int64), scalar tensors.
 
     The gradients are computed here, while the logits of a chunk are at hand, and the backward
-    multiplies them by the cotangent. A chunk takes as much as the weight, at most 640 MiB; the
+    multiplies them by the cotangent. A chunk of logits takes up to 640 MiB; the
     gradient of weight is added up over the chunks in its own dtype. The labels are checked on the
     device and the host waits for the answer.
 

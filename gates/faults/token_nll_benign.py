@@ -8,6 +8,7 @@ from gates.faults.kernels import wide
 from gates.faults.token_nll_kernels import (
     IGNORED,
     LOGITS,
+    PEAKS,
     RUNG,
     SHAPES,
     SUMS,
@@ -20,6 +21,7 @@ from reference.loss import NO_TARGET
 EVERY_LOSS_GATE = [
     SHAPES,
     LOGITS,
+    PEAKS,
     IGNORED,
     SUMS,
     RUNG,

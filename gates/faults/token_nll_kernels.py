@@ -11,6 +11,7 @@ from reference.loss import NO_TARGET
 
 LOSS = "m4_token_nll::"
 SHAPES, LOGITS, IGNORED = f"{LOSS}test_shapes", f"{LOSS}test_logits", f"{LOSS}test_ignored"
+PEAKS = f"{LOSS}test_peaks"
 SUMS, MANY, RUNG = (
     f"{LOSS}test_gradients_sum_to_zero",
     f"{LOSS}test_many_logits",
@@ -172,6 +173,50 @@ def adds_up_dweight_over_chunks_in_8_bits(reference):
         return dhidden, (total * upstream).to(weight.dtype)
 
     return loss_kernel(products=products)
+
+
+# --- an estimate of the largest logit ------------------------------------------------------------
+
+
+def over_the_estimate(logits):
+    """Logits less the largest of the first 16, as an estimate of the row's."""
+    return logits - logits[:, :16].amax(-1, keepdim=True)
+
+
+def from_exponentials(exponentials):
+    """The slopes of softmax(z) = e / sum(e)."""
+
+    def slopes(logits, labels):
+        e = exponentials(logits)
+        chosen = F.one_hot(labels.clamp(min=0), logits.shape[1])
+        return (e / e.sum(-1, keepdim=True) - chosen) * (labels != NO_TARGET)[:, None]
+
+    return loss_kernel(slopes=slopes)
+
+
+@fault(role="token_nll", caught_by=f"{PEAKS}[300.0]", seen_in="own")
+def trusts_an_estimate_of_the_largest_logit(reference):
+    """exp(z - estimate) overflows float32 where a later logit is 89 above it."""
+    return from_exponentials(lambda logits: over_the_estimate(logits).float().exp())
+
+
+@fault(role="token_nll", caught_by=[f"{PEAKS}[60.0]", f"{PEAKS}[300.0]"], seen_in="own")
+def clamps_what_is_far_above_the_estimate(reference):
+    """Nothing overflows, and all that lies 15 nats above the estimate is equally likely."""
+    return from_exponentials(lambda logits: over_the_estimate(logits).clamp(max=15.0).exp())
+
+
+@fault(role="token_nll", caught_by=PEAKS, seen_in="own")
+def forgets_the_other_tiles_of_a_row_with_a_peak(reference):
+    """The tile of 16 with the peak gets a base of its own, the others keep the estimate."""
+
+    def exponentials(logits):
+        tiles = padded(over_the_estimate(logits), 16).unflatten(-1, (-1, 16))
+        base = tiles.amax(-1, keepdim=True)
+        e = (tiles - torch.where(base > 10.0, base, 0.0)).exp()
+        return e.flatten(1)[:, : logits.shape[1]]
+
+    return from_exponentials(exponentials)
 
 
 # --- rows and labels -----------------------------------------------------------------------------
