@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gates import ladder, operators, probes
+from gates import ladder, operators, probes, recorded
 from gates.operator_cases import attention_case
 from gates.operators import short
-from gates.recorded import REAL, recorded_cases
 from harness import gate
 
 TOKENS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 129)
@@ -193,16 +192,15 @@ def test_isolation(stack, place, rng, device, check):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    heads = [(c.num_query_heads, c.num_kv_heads, c.head_width)
-             for c in ladder.operator_configs(rung)]  # fmt: skip
-    for dtype in operators.dtypes(stack):
-        if inputs == "rung":
-            options = {}
-            cases = [attention_case(rng, documents_of("many"), (2, 70, *shape)) for shape in heads]
-        else:
-            # By maximum 1.8 to 4.5 in 90 draws of a fused backward in torch: one element decides.
-            options = {**REAL, "ratios": ratios_of(dtype, largest=2.0)}
-            cases = recorded_cases("attention", device)
-        for case in cases:
-            at = str([list(x.shape) for x in case.tensors.values()])
-            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+    def rung_case(config):
+        heads = config.num_query_heads, config.num_kv_heads, config.head_width
+        return attention_case(rng, documents_of("many"), (2, 70, *heads))
+
+    def rung_cases():
+        return [rung_case(config) for config in ladder.operator_configs(rung)]
+
+    def ratios(dtype):
+        # By maximum 1.8 to 4.5 in 90 draws of a fused backward in torch: one element decides.
+        return ratios_of(dtype, largest=2.0)
+
+    recorded.trials("attention", inputs, rung_cases, stack, rng, device, check, ratios)

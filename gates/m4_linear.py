@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gates import ladder, operators
+from gates import ladder, operators, recorded
 from gates.operator_cases import linear_case
-from gates.recorded import REAL, recorded_cases
 from harness import gate
 
 # (rows, inputs, outputs) around tiles of 16 to 128 in each of the three; smaller than one tile of
@@ -72,15 +71,10 @@ def test_accumulation(stack, rng, device, check):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    options = REAL if inputs == "recorded" else {}
-    for dtype in operators.dtypes(stack):
-        if inputs == "rung":
-            cases = [x for c in ladder.operator_configs(rung) for x in layer_cases(rng, c)]
-        else:
-            cases = recorded_cases("linear", device)
-        for case in cases:
-            at = str([list(x.shape) for x in case.tensors.values()])
-            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+    def rung_cases():
+        return [x for c in ladder.operator_configs(rung) for x in layer_cases(rng, c)]
+
+    recorded.trials("linear", inputs, rung_cases, stack, rng, device, check)
 
 
 def layer_cases(rng, config):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gates import ladder, operators
+from gates import ladder, operators, recorded
 from gates.operator_cases import EPSILON, add_norm_case, norm_case
-from gates.recorded import REAL, recorded_cases
 from harness import gate
 
 CASES = {"rms_norm": norm_case, "add_rms_norm": add_norm_case}
@@ -48,16 +47,11 @@ def test_shapes(stack, role, rng, device, check):
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 @ROLE
 def test_models(stack, role, inputs, rung, rng, device, check):
-    options = REAL if inputs == "recorded" else {}
-    if inputs == "rung":
-        configs = ladder.operator_configs(rung)
-        cases = [CASES[role](rng, 67, config.model_width) for config in configs]
-    else:
-        cases = recorded_cases(role, device)
-    for dtype in operators.dtypes(stack):
-        for case in cases:
-            at = str(list(case.tensors["x"].shape))
-            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+    def rung_cases():
+        widths = [config.model_width for config in ladder.operator_configs(rung)]
+        return [CASES[role](rng, 67, width) for width in widths]
+
+    recorded.trials(role, inputs, rung_cases, stack, rng, device, check)
 
 
 @gate(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gates import ladder, operators
+from gates import ladder, operators, recorded
 from gates.operator_cases import rope_case
-from gates.recorded import REAL, recorded_cases
 from harness import gate
 
 FAR = [15_962, 16_383, 32_767, 4_095]
@@ -85,13 +84,12 @@ def far_outcomes(stack, case, dtype, device, rng):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    cases = []
-    for config in ladder.operator_configs(rung):
+    def rung_case(config):
         heads = config.num_query_heads, config.num_kv_heads, config.head_width
         positions = positions_at(rng, 2, 33, largest=31)
-        cases.append(rope_case(rng, positions, *heads, config.rope_theta))
-    options = REAL if inputs == "recorded" else {}
-    for dtype in operators.dtypes(stack):
-        for case in cases if inputs == "rung" else recorded_cases("rope", device):
-            at = str([list(x.shape) for x in case.tensors.values()])
-            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+        return rope_case(rng, positions, *heads, config.rope_theta)
+
+    def rung_cases():
+        return [rung_case(config) for config in ladder.operator_configs(rung)]
+
+    recorded.trials("rope", inputs, rung_cases, stack, rng, device, check)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gates import ladder, operators
+from gates import ladder, operators, recorded
 from gates.operator_cases import swiglu_case
-from gates.recorded import REAL, recorded_cases
 from harness import gate
 
 # Elements around the edges of blocks of 128, 256 and 1024, and primes; three dimensions as in a
@@ -56,10 +55,8 @@ def test_large_gates(stack, rng, device, check):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    configs = ladder.operator_configs(rung)
-    cases = [swiglu_case(rng, 19, config.feed_forward_width) for config in configs]
-    options = REAL if inputs == "recorded" else {}
-    for dtype in operators.dtypes(stack):
-        for case in cases if inputs == "rung" else recorded_cases("swiglu", device):
-            at = str(list(case.tensors["gate"].shape))
-            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+    def rung_cases():
+        widths = [config.feed_forward_width for config in ladder.operator_configs(rung)]
+        return [swiglu_case(rng, 19, width) for width in widths]
+
+    recorded.trials("swiglu", inputs, rung_cases, stack, rng, device, check)

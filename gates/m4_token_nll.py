@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gates import ladder, operators
+from gates import ladder, operators, recorded
 from gates.operator_cases import nll_case, some_labels
 from gates.operators import short
-from gates.recorded import REAL, recorded_cases
 from harness import gate
 from reference.loss import NO_TARGET
 
@@ -196,15 +195,10 @@ def test_many_logits(stack, rng, device, check):
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
 def test_models(stack, inputs, rung, rng, device, check):
-    options = REAL if inputs == "recorded" else {}
-    for dtype in operators.dtypes(stack):
-        if inputs == "rung":
-            cases = [rung_case(rng, config, device) for config in ladder.operator_configs(rung)]
-        else:
-            cases = recorded_cases("token_nll", device)
-        for case in cases:
-            at = str([list(x.shape) for x in case.tensors.values()])
-            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
+    def rung_cases():
+        return [rung_case(rng, config, device) for config in ladder.operator_configs(rung)]
+
+    recorded.trials("token_nll", inputs, rung_cases, stack, rng, device, check)
 
 
 def rung_case(rng, config, device):

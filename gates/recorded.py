@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gates import operators
 from gates.operator_cases import rounded_total
 from gates.operators import Case
 from harness import not_run
@@ -48,6 +50,29 @@ def recorded_cases(role: str, device: torch.device) -> list[Case]:
         middle = sorted({call.name.split(".")[1] for call in calls if "." in call.name}, key=int)
         calls = [c for c in calls if "." not in c.name or c.name.split(".")[1] == middle[1]]
     return [_case(call, small=device.type == "cpu") for call in calls]
+
+
+def trials(
+    role: str,
+    inputs: str,
+    rung_cases: Callable[[], list[Case]],
+    stack: Any,
+    rng: torch.Generator,
+    device: torch.device,
+    check: Any,
+    ratios: Callable[[torch.dtype], dict[str, tuple[float, float]]] = lambda dtype: {},
+) -> None:
+    """A trial of the role in every dtype on the rung's cases, or on the recorded ones.
+
+    `ratios(dtype)` are those of operators.trial, for recorded inputs.
+    """
+    recorded = inputs == "recorded"
+    cases = recorded_cases(role, device) if recorded else rung_cases()
+    for dtype in operators.dtypes(stack):
+        options = {**REAL, "ratios": ratios(dtype)} if recorded else {}
+        for case in cases:
+            at = str([list(x.shape) for x in case.tensors.values()])
+            operators.trial(stack, case, dtype, device, rng, check, at=at, **options)
 
 
 def _case(call: Any, small: bool) -> Case:
