@@ -34,7 +34,7 @@ from candidates.tilelang import (
     swiglu,
     token_nll_kernels,
 )
-from candidates.tilelang.dialect import Dialect
+from candidates.tilelang.dialect import Dialect, options_of
 from candidates.tilelang.presets import PRESETS, Preset
 
 ARCH = "sm_90a"
@@ -79,6 +79,7 @@ def kernels(p: Preset) -> Iterator[Kernel]:
     for keep in (False, True):
         yield token_nll_kernels.logit_tiles, (p.vocabulary, p.width, dtype, keep)
         yield token_nll_kernels.logit_gradients, (p.vocabulary, columns, dtype, keep)
+    yield token_nll_kernels.divided, (p.width, dtype)
     yield token_nll_kernels.scaled, (8, dtype)
     yield matrix.matrix_product, ((0, p.width, p.width), (False, True), "float32", True)
     yield attention.attention_forward, _attention_parameters(p, "float32", True)
@@ -109,7 +110,7 @@ def _attention_kernels(p: Preset, dtype: str) -> Iterator[Kernel]:
 def report(kernel: Kernel) -> Report:
     """Compiles one kernel and reads the assembler's report; a failure is a Report with its text."""
     program, parameters = kernel
-    options = getattr(program, "options", {})
+    options = options_of(program, parameters)
     try:
         compiled = HOPPER.compile(program(HOPPER, *parameters), **options)
     except (RuntimeError, TypeError, ValueError) as error:  # what TileLang and nvcc raise

@@ -123,7 +123,13 @@ def compiled(program: Callable[..., Any], dialect: Dialect, *parameters: Any) ->
     The key is everything that the text of the program depends on. On disk TileLang keeps kernels
     under a hash of that text, the target, the flags and its own version.
     """
-    return dialect.compile(program(dialect, *parameters), **getattr(program, "options", {}))
+    return dialect.compile(program(dialect, *parameters), **options_of(program, parameters))
+
+
+def options_of(program: Callable[..., Any], parameters: tuple[Any, ...]) -> dict[str, Any]:
+    """The pass configurations that a program asks for: its `options`, or what they return."""
+    options = getattr(program, "options", {})
+    return options(*parameters) if callable(options) else options
 
 
 def launch(

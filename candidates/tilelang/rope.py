@@ -190,6 +190,8 @@ def _require(q: Tensor, k: Tensor, positions: Tensor) -> None:
             f"positions must be int64 {list(q.shape[:2])}, got {positions.dtype} "
             f"{list(positions.shape)}"
         )
+    if not min(q.shape[2], k.shape[2]):
+        raise ValueError(f"q and k must have heads, got {list(q.shape)} and {list(k.shape)}")
     if q.shape[3] % 2 or not 2 <= q.shape[3] <= LARGEST_WIDTH:
         raise ValueError(
             f"RoPE rotates pairs: the head width must be even, 2 to {LARGEST_WIDTH}, "
@@ -200,8 +202,8 @@ def _require(q: Tensor, k: Tensor, positions: Tensor) -> None:
 def rope(q: Tensor, k: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     """q [B,T,N,H] and k [B,T,K,H] rotated by positions [B,T] int64 * theta^(-2i/H).
 
-    Raises ValueError if the head width is odd or over LARGEST_WIDTH, if shapes, dtypes or devices
-    do not fit, or if the device does not take the dtype.
+    Raises ValueError if the head width is odd or over LARGEST_WIDTH, if q or k has no heads, if
+    shapes, dtypes or devices do not fit, or if the device does not take the dtype.
     """
     _require(q, k, positions)
     rotated_q, rotated_k = _rope(q, k, positions, theta)

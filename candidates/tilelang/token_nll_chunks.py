@@ -1,24 +1,26 @@
 """The loss and its gradients, chunk by chunk of rows: all logits never exist at once.
 
-The kernels of token_nll_kernels.py make S dlogits of a chunk, where S is the sum of its row's
-exponentials; the products are torch's, and so is the division by S, on the smaller side of each:
-dhidden = (S dlogits) W / S and dW = (S dlogits)^T (hidden / S).
+The kernels of token_nll_kernels.py turn a chunk's logits into slopes; the products of the slopes
+are torch's. Except in float16 the slopes are S dlogits, S being the sum of a row's exponentials,
+and each product is divided on its smaller side: dhidden = (slopes W) / S and
+dW = slopes^T (hidden / S).
 """
 
 import torch
 from torch import Tensor
 
-from candidates.tilelang.dialect import NAMES, dialect_of, launch
+from candidates.tilelang.dialect import dialect_of, launch
 from candidates.tilelang.matrix import line_multiple, with_padded_lines
 from candidates.tilelang.token_nll_kernels import (
     FLOAT16_SCALE,
+    divided,
     divides_late,
     logit_gradients,
     logit_tiles,
     vocabulary_tile,
 )
 
-CHUNK_BYTES = 640 * 2**20  # at most, of a chunk's exponentials
+CHUNK_BYTES = 640 * 2**20  # at most, of what a chunk needs
 CHUNK_ROWS = 128  # chunks are multiples of this
 ESTIMATED = 32  # columns of which the largest logit is the estimate
 
@@ -34,25 +36,28 @@ def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, dtype: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """nll [M], and the gradients of its sum by hidden and weight, empty where not needed."""
-    d, keep = dialect_of(hidden), any(needed)
+    d, keep, late = dialect_of(hidden), any(needed), divides_late(dtype)
     (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
     columns = vocabulary_tile(d, vocabulary, dtype)
     num_tiles = -(-vocabulary // columns)
+    kept_columns = num_tiles * columns if keep else 1
     nll = hidden.new_empty(num_rows, dtype=torch.float32)
     dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
     dweight = weight.new_empty(weight.shape if needed[1] else (0,))
     if not num_rows:
         return nll, dhidden, dweight.zero_()
-    size = _rows_of_a_chunk(num_rows, num_tiles * columns * hidden.element_size())
-    buffer = hidden.new_empty(min(size, num_rows), num_tiles * columns if keep else 1)
+    # Exponentials; hidden / S; dhidden before it is rounded, in float32.
+    bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
+    size = _rows_of_a_chunk(num_rows, bytes_of_a_row)
+    buffer = hidden.new_empty(min(size, num_rows), kept_columns)
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))
         num = rows.stop - first
         bases, sums = (nll.new_empty(num, num_tiles) for _ in range(2))
-        label_logits, factors = (nll.new_empty(num) for _ in range(2))
-        estimates = (hidden[rows] @ weight[:ESTIMATED].T).amax(1)
+        label_logits, factors = nll.new_empty(num), nll.new_empty(3, num)
+        estimates = _estimates(hidden[rows], weight) if late else label_logits  # not read
         slopes = buffer[:num]
         launch(
             logit_tiles, d, (vocabulary, width if d.on_gpu else 0, dtype, keep), wide_hidden[rows],
@@ -63,28 +68,26 @@ def loss_and_gradients(
             label_logits, slopes.view(num, -1, columns if keep else 1), factors, nll[rows],
         )  # fmt: skip
         slopes = slopes[:, :vocabulary]
-        if needed[0]:
-            _put_dhidden(dhidden[rows], slopes, weight, factors[:, None])
+        if needed[0] and late:
+            product = _wide_product(slopes, weight)
+            parameters = (width if d.on_gpu else 0, dtype)
+            launch(divided, d, parameters, product, weight, labels[rows], factors, dhidden[rows])
+        elif needed[0]:
+            part = dhidden[rows]
+            torch.addmm(part, slopes, weight, beta=0, alpha=1 / FLOAT16_SCALE, out=part)
         if needed[1]:
-            _add_dweight(dweight, slopes, hidden[rows], factors[:, None], is_first=not first)
+            part, alpha = hidden[rows], 1 / FLOAT16_SCALE
+            if late:
+                part, alpha = torch.mul(part, factors[2, :, None], out=torch.empty_like(part)), 1.0
+            torch.addmm(dweight, slopes.T, part, beta=int(first > 0), alpha=alpha, out=dweight)
     return nll, dhidden, dweight
 
 
-def _put_dhidden(dhidden: Tensor, slopes: Tensor, weight: Tensor, factors: Tensor) -> None:
-    """dhidden [m, D] = (slopes [m, V] weight [V, D]) factors [m, 1], rounded once."""
-    if not divides_late(NAMES[slopes.dtype]):
-        torch.addmm(dhidden, slopes, weight, beta=0, alpha=1 / FLOAT16_SCALE, out=dhidden)
-    elif slopes.dtype == torch.float32:
-        torch.mm(slopes, weight, out=dhidden).mul_(factors)
-    else:
-        torch.mul(torch.mm(slopes, weight, out_dtype=torch.float32), factors, out=dhidden)
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32."""
+    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _add_dweight(
-    dweight: Tensor, slopes: Tensor, hidden: Tensor, factors: Tensor, is_first: bool
-) -> None:
-    """dweight [V, D] += slopes^T [V, m] (factors [m, 1] hidden [m, D]); the first chunk sets it."""
-    alpha = 1 / FLOAT16_SCALE
-    if divides_late(NAMES[slopes.dtype]):
-        hidden, alpha = torch.mul(hidden, factors, out=torch.empty_like(hidden)), 1.0
-    torch.addmm(dweight, slopes.T, hidden, beta=int(not is_first), alpha=alpha, out=dweight)
+def _estimates(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Of each row the largest of the first logits [m], not rounded: it must not be too high."""
+    return _wide_product(hidden, weight[:ESTIMATED].T).amax(1)

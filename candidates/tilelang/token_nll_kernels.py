@@ -20,8 +20,9 @@ from candidates.tilelang.matrix import operand_shapes, tile_of, tile_sum
 
 BLOCKS = 4  # on a processor, of the float32 products
 THREADS = 256  # of the second kernel
+CPU_COLUMNS = 64
 TILES = 16  # of a row that one step of the second kernel multiplies
-HEADROOM = 40.0  # nats over the estimate: e^40, times 1 / e^40, are far from float32's limits
+HEADROOM = 40.0  # nats over the estimate: e^40 V, times a weight of 1e15, is within float32
 FLOAT16_SCALE = 16.0  # keeps 1 / V of a large vocabulary out of float16's subnormal numbers
 LOG2_E = 1.4426950408889634
 
@@ -61,7 +62,7 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
         hidden: T.Tensor(shapes[0], dtype),
         weight: T.Tensor(shapes[1], dtype),
         labels: T.Tensor((num_rows,), "int64"),
-        estimates: T.Tensor((num_rows,), dtype),
+        estimates: T.Tensor((num_rows,), "float32"),
         bases: T.Tensor((num_rows, num_tiles), "float32"),
         sums: T.Tensor((num_rows, num_tiles), "float32"),
         label_logits: T.Tensor((num_rows,), "float32"),
@@ -96,8 +97,9 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
                 T.reduce_max(total, base, dim=1)
                 if divides_late(dtype):
                     for i in d.each(bm):
-                        estimate = T.cast(estimates[row + i], "float32")
-                        base[i] = T.if_then_else(base[i] <= estimate + HEADROOM, estimate, base[i])
+                        base[i] = T.if_then_else(
+                            base[i] <= estimates[row + i] + HEADROOM, estimates[row + i], base[i]
+                        )
                 if tensor_cores:  # one multiply-add and one exp2
                     for i, j in d.each(bm, bn):
                         total[i, j] = T.exp2(total[i, j] * LOG2_E - base[i] * LOG2_E)
@@ -121,16 +123,22 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
     return program
 
 
-# exp2 as one instruction, without the four that keep subnormal numbers.
-logit_tiles.options = {PassConfigKey.TL_ENABLE_FAST_MATH: True}
+def _options(vocabulary: int, width: int, dtype: str, keep: bool) -> dict[str, Any]:
+    """In 16 bits exp2 is one instruction, without the four that keep subnormal numbers."""
+    return {} if dtype == "float32" else {PassConfigKey.TL_ENABLE_FAST_MATH: True}
+
+
+logit_tiles.options = _options
 
 
 def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep: bool) -> Any:
     """nll [num_rows], 0 without a target; with `keep` the exponentials become slopes, in place.
 
-    Where `divides_late(dtype)` the slopes are S dlogits and factors [num_rows] 1 / S, or 0 for a
-    row without a target, whose slopes are any finite numbers. Else the slopes are FLOAT16_SCALE
-    dlogits, 0 for a row without a target, and factors are not written.
+    Where `divides_late(dtype)` the slopes are S dlogits, the label's rounded to q = s - r, and
+    factors [3, num_rows] are 1 / S, r / S and s / (S q), with which either gradient has the label's
+    part unrounded: dhidden as slopes W / S + W_label r / S, dW as slopes^T hidden s / (S q). All
+    three are 0 for a row without a target, whose slopes are any finite numbers. In float16 the
+    slopes are FLOAT16_SCALE dlogits, 0 without a target, and factors are not written.
     """
     num_tiles = -(-vocabulary // columns)
     kept = (num_tiles, columns) if keep else (1, 1)
@@ -146,7 +154,7 @@ def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep:
         sums: T.Tensor((num_rows, num_tiles), "float32"),
         label_logits: T.Tensor((num_rows,), "float32"),
         slopes: T.Tensor((num_rows, *kept), dtype),
-        factors: T.Tensor((num_rows,), "float32"),
+        factors: T.Tensor((3, num_rows), "float32"),
         nll: T.Tensor((num_rows,), "float32"),
     ):
         with d.grid(num_rows, num_threads=THREADS) as row:
@@ -155,6 +163,8 @@ def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep:
             top = d.registers((1,), "float32")
             least = d.registers((1,), "float32")
             all_summed = d.registers((1,), "float32")
+            slope = d.registers((1,), "float32")
+            rounded = d.registers((1,), dtype)
             has_target = labels[row] >= 0
             for z, t in d.each(1, padded):  # the last one again, beyond the end
                 base[z, t] = bases[row, T.min(t, num_tiles - 1)]
@@ -187,17 +197,55 @@ def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep:
                         T.sync_threads()
                 for z in d.each(1):
                     exponential = T.exp(label_logits[row] - top[z])
-                    slope = (
-                        exponential - all_summed[z]
-                        if late
-                        else (exponential / all_summed[z] - 1.0) * FLOAT16_SCALE
-                    )
-                    if has_target:
-                        slopes[row + z, labels[row] // columns, labels[row] % columns] = T.cast(
-                            slope, dtype
-                        )
                     if late:
-                        factors[row + z] = T.if_then_else(has_target, 1.0 / all_summed[z], 0.0)
+                        slope[z] = exponential - all_summed[z]
+                    else:
+                        slope[z] = (exponential / all_summed[z] - 1.0) * FLOAT16_SCALE
+                    rounded[z] = T.cast(slope[z], dtype)
+                    if has_target:
+                        slopes[row + z, labels[row] // columns, labels[row] % columns] = rounded[z]
+                    if late:
+                        wide = T.cast(rounded[z], "float32")
+                        share = T.if_then_else(has_target, 1.0 / all_summed[z], 0.0)
+                        factors[0, row + z] = share
+                        factors[1, row + z] = T.if_then_else(
+                            has_target, (slope[z] - wide) * share, 0.0
+                        )
+                        factors[2, row + z] = T.if_then_else(
+                            has_target and wide != 0.0, slope[z] / wide * share, share
+                        )
+
+    return program
+
+
+def divided(d: Dialect, width: int, dtype: str) -> Any:
+    """dhidden [num_rows, D] = product / S + weight_label r / S, rounded once; product in float32.
+
+    Width 0: D is known at launch.
+    """
+    columns = THREADS * 4 if d.on_gpu else CPU_COLUMNS
+    num_rows, vocabulary = T.dynamic("num_rows"), T.dynamic("vocabulary")
+    width = width or T.dynamic("width")
+
+    @T.prim_func
+    def program(
+        product: T.Tensor((num_rows, width), "float32"),
+        weight: T.Tensor((vocabulary, width), dtype),
+        labels: T.Tensor((num_rows,), "int64"),
+        factors: T.Tensor((3, num_rows), "float32"),
+        dhidden: T.Tensor((num_rows, width), dtype),
+    ):
+        with d.grid(num_rows, num_threads=THREADS) as row:
+            for part in T.serial(T.ceildiv(width, columns)):
+                for j in d.each(columns):
+                    column = part * columns + j
+                    if column < width:
+                        of_label = weight[T.max(labels[row], 0), column]
+                        dhidden[row, column] = T.cast(
+                            product[row, column] * factors[0, row]
+                            + T.cast(of_label, "float32") * factors[1, row],
+                            dtype,
+                        )
 
     return program
 

@@ -183,8 +183,19 @@ def over_the_estimate(logits):
     return logits - logits[:, :16].amax(-1, keepdim=True)
 
 
+@fault(role="token_nll", caught_by=[f"{PEAKS}[60.0]", f"{PEAKS}[300.0]"], seen_in="own")
+def clamps_the_sum_of_exponentials_at_the_estimate(reference):
+    """The loss takes what lies 15 nats above the estimate to lie there."""
+
+    def values(logits, labels):
+        estimate = logits[:, :16].amax(-1, keepdim=True)
+        return right_values(estimate + over_the_estimate(logits).clamp(max=15.0), labels)
+
+    return loss_kernel(values=values)
+
+
 def from_exponentials(exponentials):
-    """The slopes of softmax(z) = e / sum(e)."""
+    """A backward with the slopes of softmax(z) = e / sum(e)."""
 
     def slopes(logits, labels):
         e = exponentials(logits)
