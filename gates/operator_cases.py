@@ -144,7 +144,8 @@ def nll_case(
         return t["hidden"], t["weight"], labels_M.to(t["hidden"].device)
 
     tensors = {"hidden": hidden_MD, "weight": weight_VD}
-    return Case("token_nll", tensors, arguments, ("nll", "tokens"), shared=width)
+    # The sum is float32, its gradients may be float16, which ends at 65504 and 6e-5.
+    return Case("token_nll", tensors, arguments, ("nll", "tokens"), row_exponent=2, shared=width)
 
 
 def some_labels(
