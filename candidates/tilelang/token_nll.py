@@ -40,9 +40,10 @@ def _token_nll(
     if checked:
         checked.record()
     dtype = dtype_name("token_nll", hidden)
-    nll, dhidden, dweight = loss_and_gradients(
-        dense(hidden), dense(weight), labels, dtype, (needed[0], needed[1])
-    )
+    with torch.autocast(labels.device.type, enabled=False):  # its products are of its own dtypes
+        nll, dhidden, dweight = loss_and_gradients(
+            dense(hidden), dense(weight), labels, dtype, (needed[0], needed[1])
+        )
     if checked:  # the kernels are queued: waiting here does not leave the device idle
         checked.synchronize()
     if bool(some_wrong):

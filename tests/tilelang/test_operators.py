@@ -101,6 +101,15 @@ def test_torch_compile_takes_the_role_whole(name):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_leaves_the_dtypes_that_a_role_was_given(name):
+    inputs = CASES[name][1](torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(ROLES[name], inputs)
+    for got, want in zip(cast, run(ROLES[name], inputs), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_the_loss_reuses_the_memory_of_its_gradients_unless_the_graph_is_retained():
     hidden, weight, labels = CASES["token_nll"][1](torch.float32)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
