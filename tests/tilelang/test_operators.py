@@ -217,7 +217,7 @@ def test_the_loss_in_chunks_is_the_loss_at_once(monkeypatch):
     labels = torch.arange(300) % V
     labels[::7] = -100
     at_once = run(ROLES["token_nll"], (hidden, weight, labels))
-    monkeypatch.setattr(token_nll_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(token_nll_chunks, "MOST_BYTES", 1)
     in_chunks = run(ROLES["token_nll"], (hidden, weight, labels))
     for got, want in zip(in_chunks, at_once, strict=True):
         assert error(got, want) <= 1e-6
