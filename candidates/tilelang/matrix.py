@@ -24,6 +24,11 @@ LARGEST_ROWS = 65535 * FLOAT32_TILE[0]  # the second extent of a launch is 16 bi
 COLUMNS, LINES = 128, 16  # the tile of a column sum
 
 
+def on_tensor_cores(d: Dialect, dtype: str) -> bool:
+    """Whether products of this dtype go through a GPU's tensor cores, and not its multiply-adds."""
+    return d.on_gpu and dtype != "float32"
+
+
 def tile_of(d: Dialect, sizes: Sizes, dtype: str) -> tuple[Sizes, int]:
     """Rows, columns and inner size of a block's tile, and its threads."""
     if not d.on_gpu:
@@ -42,7 +47,7 @@ def _up(size: Any, multiple: int) -> Any:
 
 def line_multiple(d: Dialect, dtype: str) -> int:
     """What the length of an operand's lines must divide by: the tile loads move 16 bytes."""
-    return 8 if d.on_gpu and dtype != "float32" else 1
+    return 8 if on_tensor_cores(d, dtype) else 1
 
 
 def tile_sum(d: Dialect, tile: Sizes, inner: Any, transposed: tuple[bool, bool], dtype: str) -> Any:
@@ -98,7 +103,7 @@ def tile_sum(d: Dialect, tile: Sizes, inner: Any, transposed: tuple[bool, bool],
             for i, j in d.each(bm, bn):
                 total[i, j] = total[i, j] + part[i, j]
 
-    return tensor_core_sum if d.on_gpu and dtype != "float32" else plain_sum
+    return tensor_core_sum if on_tensor_cores(d, dtype) else plain_sum
 
 
 def operand_shapes(
@@ -123,7 +128,7 @@ def matrix_product(
     bm, bn, _ = tile
     a_shape, b_shape = operand_shapes(d, (rows, columns, inner), transposed, dtype)
     add_products = tile_sum(d, tile, inner, transposed, dtype)
-    tensor_cores = d.on_gpu and dtype != "float32"
+    tensor_cores = on_tensor_cores(d, dtype)
 
     @T.prim_func
     def program(

@@ -16,7 +16,7 @@ import tilelang.language as T
 from tilelang import PassConfigKey
 
 from candidates.tilelang.dialect import Dialect
-from candidates.tilelang.matrix import operand_shapes, tile_of, tile_sum
+from candidates.tilelang.matrix import on_tensor_cores, operand_shapes, tile_of, tile_sum
 
 BLOCKS = 4  # on a processor, of the float32 products
 THREADS = 256  # of the second kernel
@@ -54,7 +54,7 @@ def logit_tiles(d: Dialect, vocabulary: int, width: int, dtype: str, keep: bool)
     shapes = operand_shapes(d, (num_rows, vocabulary, inner), (False, True), dtype)
     add_products = tile_sum(d, tile, inner, (False, True), dtype)
     kept_columns = num_tiles * bn if keep else 1
-    tensor_cores = d.on_gpu and dtype != "float32"
+    tensor_cores = on_tensor_cores(d, dtype)
     num_workers = d.num_workers if tensor_cores or not d.on_gpu else d.num_workers * BLOCKS
 
     @T.prim_func
