@@ -1,4 +1,4 @@
-"""M1. SwiGLU and linear have the values and gradients of their formulas."""
+"""M1. SwiGLU, linear and projections have the values and gradients of their formulas."""
 
 from __future__ import annotations
 
@@ -69,3 +69,28 @@ def test_linear(stack, with_bias, rng, device, check):
         return torch.einsum("bti,oi->bto", x, weight) + bias
 
     check_against(formula, operator, inputs, ("x", "weight", "bias")[: len(inputs)], rng, check)
+
+
+@gate(
+    claim="projections are x weight_i^T + bias_i, and dx is the sum over them",
+    roles=["projections"],
+    not_claimed="16-bit inputs",
+    source="torch.nn.Linear, several times with one input",
+)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
+def test_projections(stack, with_bias, rng, device, check):
+    shapes = [(37, 37), (5, 37), (5, 37)]
+    weights = [normal(stack, rng, device, *shape) for shape in shapes]
+    biases = [normal(stack, rng, device, len(weight)) for weight in weights if with_bias]
+    inputs = [normal(stack, rng, device, 3, 5, 37), *weights, *biases]
+
+    def operator(x, *parameters):
+        biases = parameters[3:] or (None, None, None)
+        return torch.cat(stack.projections(x, parameters[:3], biases), dim=-1)
+
+    def formula(x, *parameters):
+        weight, bias = torch.cat(parameters[:3]), torch.cat(parameters[3:] or (torch.zeros(47),))
+        return torch.einsum("bti,oi->bto", x, weight) + bias
+
+    names = ["x", "weight0", "weight1", "weight2", "bias0", "bias1", "bias2"]
+    check_against(formula, operator, inputs, names[: len(inputs)], rng, check)

@@ -1,4 +1,4 @@
-"""M4. The linear layer in every dtype: a product of matrices, its bias, and all three gradients."""
+"""M4. Linear layers in every dtype: products of matrices, alone and of one input, and gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gates import ladder, operators, recorded
-from gates.operator_cases import linear_case
+from gates.operator_cases import linear_case, normal, projections_case
 from harness import gate
 
 # (rows, inputs, outputs) around tiles of 16 to 128 in each of the three; smaller than one tile of
@@ -17,6 +17,35 @@ LARGE = [
     (1009, 1013, 1019),
     (4096, 896, 4864),
 ]
+
+# (rows, inputs, the outputs of each): alone, alike, narrower and wider than the first.
+SEVERAL = [
+    (1, 1, (1,)), (17, 64, (64, 33, 33)), (37, 33, (17, 64)), (129, 64, (64, 64)),
+    (64, 31, (1, 129, 16)),
+]  # fmt: skip
+SEVERAL_LARGE = [(1009, 1013, (1019, 256, 128)), (4096, 896, (4864, 4864))]
+
+
+def layer_cases(rng, config):
+    """The products of a layer: queries, keys, feed-forward up and down."""
+    D, F = config.model_width, config.feed_forward_width
+    widths = {(D, config.num_query_heads * config.head_width, config.qkv_bias),
+              (D, config.num_kv_heads * config.head_width, config.qkv_bias),
+              (D, F, False), (F, D, False)}  # fmt: skip
+    return [linear_case(rng, 17, *shape) for shape in sorted(widths)]
+
+
+def projection_cases(rng, config):
+    """Of one input of a layer: queries, keys, values; gate and up."""
+    D, F, H = config.model_width, config.feed_forward_width, config.head_width
+    qkv = (config.num_query_heads * H, config.num_kv_heads * H, config.num_kv_heads * H)
+    return [
+        projections_case(rng, 17, D, qkv, config.qkv_bias),
+        projections_case(rng, 17, D, (F, F), False),
+    ]
+
+
+CASES = {"linear": layer_cases, "projections": projection_cases}
 
 
 @gate(
@@ -64,23 +93,60 @@ def test_accumulation(stack, rng, device, check):
 
 
 @gate(
+    claim="several products of one input are each as near to the oracle as the plain formula, and "
+    "so is the gradient of the input, which is the sum of theirs",
+    roles=["projections"],
+    not_claimed="memory layouts (m4_memory), speed",
+    source="the projections to q, k, v and to gate, up of a decoder layer",
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_several(stack, bias, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        for shape in SEVERAL + (SEVERAL_LARGE if device.type == "cuda" else []):
+            case = projections_case(rng, *shape, bias=bias)
+            operators.trial(stack, case, dtype, device, rng, check, at=str(list(shape)))
+
+
+@gate(
+    claim="where one of several outputs is used, it and its gradients are those of linear, and the "
+    "others' weights and biases get none",
+    roles=["projections"],
+    not_claimed="that nothing is computed for the unused",
+    source="torch.autograd: gradients that nobody gave count as zeros",
+)
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_one_used(stack, used, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        unused = [
+            normal(rng, *shape).to(device, dtype).requires_grad_()
+            for shape in ((33, 64), (17, 64), (33,), (17,))
+        ]
+        name = f"{operators.short(dtype)}: elements of gradients of the unused that are not 0"
+
+        def linear(x, weight, bias, unused=unused, name=name):
+            weights, biases = unused[:2], unused[2:]
+            weights.insert(used, weight)
+            biases.insert(used, bias)
+            y = stack.projections(x, weights, biases)[used]
+            given = torch.autograd.grad(y.sum(), unused, retain_graph=True, allow_unused=True)
+            check(name, sum(int(g.count_nonzero()) for g in given if g is not None), equal=0,
+                  because="they change nothing that is used")  # fmt: skip
+            return y
+
+        case = linear_case(rng, 17, 64, 33)
+        operators.trial(stack.replace({"linear": linear}), case, dtype, device, rng, check)
+
+
+@gate(
     claim="the same at the shapes of the rung's model, and for real activations and weights",
-    roles=["linear"],
+    roles=["linear", "projections"],
     not_claimed="the rung's number of tokens",
     source="the presets of reference.config",
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
-def test_models(stack, inputs, rung, rng, device, check):
+@pytest.mark.parametrize("role", CASES)
+def test_models(stack, role, inputs, rung, rng, device, check):
     def rung_cases():
-        return [x for c in ladder.operator_configs(rung) for x in layer_cases(rng, c)]
+        return [x for c in ladder.operator_configs(rung) for x in CASES[role](rng, c)]
 
-    recorded.trials("linear", inputs, rung_cases, stack, rng, device, check)
-
-
-def layer_cases(rng, config):
-    """The products of a layer: queries, keys, feed-forward up and down."""
-    D, F = config.model_width, config.feed_forward_width
-    widths = {(D, config.num_query_heads * config.head_width, config.qkv_bias),
-              (D, config.num_kv_heads * config.head_width, config.qkv_bias),
-              (D, F, False), (F, D, False)}  # fmt: skip
-    return [linear_case(rng, 17, *shape) for shape in sorted(widths)]
+    recorded.trials(role, inputs, rung_cases, stack, rng, device, check)

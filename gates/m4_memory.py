@@ -29,7 +29,8 @@ def laid_out(inputs, cotangents):
     def layout(name, x):
         if name == "cotangent":
             return LAYOUTS[cotangents](x)
-        dense = inputs == "one-value" or (inputs == "one-row" and name in ("weight", "bias"))
+        parameter = name.startswith(("weight", "bias"))
+        dense = inputs == "one-value" or (inputs == "one-row" and parameter)
         return framed(x) if dense else LAYOUTS[inputs](x)
 
     return layout

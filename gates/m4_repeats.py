@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from gates import fresh_process, operators
@@ -181,7 +182,7 @@ def results_of(role, job):
     outputs = role(*job.arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     forward = dict(zip(job.outputs, outputs, strict=True))
-    inputs = [x for x in job.arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    inputs = [x for x in tree_leaves(job.arguments) if getattr(x, "requires_grad", False)]
     wanted = [forward[name] for name in job.cotangents]
     gradients = torch.autograd.grad(wanted, inputs, list(job.cotangents.values()))
     backward = {f"d{name}": x for name, x in zip(job.inputs, gradients, strict=True)}

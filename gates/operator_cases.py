@@ -84,6 +84,30 @@ def linear_case(
     )
 
 
+def projections_case(
+    rng: torch.Generator, rows: int, inputs: int, outputs: tuple[int, ...], bias: bool = True
+) -> Case:
+    """projections of one input to several widths, with outputs of about 1."""
+    tensors = {"x": normal(rng, rows, inputs)}
+    for i, width in enumerate(outputs):
+        tensors[f"weight{i}"] = normal(rng, width, inputs, scale=inputs**-0.5)
+    if bias:
+        tensors |= {f"bias{i}": normal(rng, width) for i, width in enumerate(outputs)}
+    return projections_of(tensors)
+
+
+def projections_of(tensors: dict[str, Tensor]) -> Case:
+    """projections of x with weight0, weight1 and so on, and bias0, bias1 if there are any."""
+    num_outputs = sum(name.startswith("weight") for name in tensors)
+
+    def arguments(t: dict[str, Tensor]) -> tuple[Any, ...]:
+        weights = [t[f"weight{i}"] for i in range(num_outputs)]
+        return t["x"], weights, [t.get(f"bias{i}") for i in range(num_outputs)]
+
+    outputs = tuple(f"y{i}" for i in range(num_outputs))
+    return Case("projections", tensors, arguments, outputs, by_row={"dx": "y0"})
+
+
 def rope_case(
     rng: torch.Generator,
     positions_BT: Tensor,
@@ -172,6 +196,7 @@ EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
     "rope": lambda rng: rope_case(rng, torch.randint(99, (2, 19), generator=rng), 6, 2, 64),
     "swiglu": lambda rng: swiglu_case(rng, 37, 64),
     "linear": lambda rng: linear_case(rng, 37, 64, 33),
+    "projections": lambda rng: projections_case(rng, 37, 64, (64, 33, 33)),
     "attention": lambda rng: attention_case(rng, None, (2, 33, 6, 2, 64)),
     "token_nll": lambda rng: nll_case(rng, some_labels(rng, 37, 131), 64, 131),
 }
@@ -183,6 +208,7 @@ ODD_EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
     "rope": lambda rng: rope_case(rng, torch.randint(99, (1, 67), generator=rng), 7, 1, 16),
     "swiglu": lambda rng: swiglu_case(rng, 131, 33),
     "linear": lambda rng: linear_case(rng, 131, 33, 64),
+    "projections": lambda rng: projections_case(rng, 131, 33, (64, 17)),
     "attention": lambda rng: attention_case(rng, ragged_documents(), (2, 67, 6, 2, 64)),
     "token_nll": lambda rng: nll_case(rng, some_labels(rng, 131, 131), 64, 131),
 }
@@ -197,6 +223,10 @@ VARIED: dict[str, Callable[[torch.Generator], list[Case]]] = {
     ],
     "swiglu": lambda rng: [swiglu_case(rng, 131, 33), swiglu_case(rng, 3, 5, 64)],
     "linear": lambda rng: [linear_case(rng, 37, 64, 33, bias=False), linear_case(rng, 131, 33, 64)],
+    "projections": lambda rng: [
+        projections_case(rng, 37, 64, (64, 33, 33), bias=False),
+        projections_case(rng, 131, 33, (64, 17)),
+    ],
     "attention": lambda rng: [
         attention_case(rng, ragged_documents(), (2, 67, 6, 2, 64)),
         attention_case(rng, None, (1, 129, 6, 2, 64)),

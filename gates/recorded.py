@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gates import operators
-from gates.operator_cases import rounded_total
+from gates.operator_cases import projections_of, rounded_total
 from gates.operators import Case
 from harness import not_run
 from reference.loss import NO_TARGET
@@ -27,6 +27,8 @@ ARGUMENTS = {
     "linear": ("x weight bias", "x weight", "y"),
     "token_nll": ("hidden weight labels", "hidden weight", "nll tokens"),
 }
+# Linear layers that read one input: the recorded calls of projections.
+OF_ONE_INPUT = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
 # A CPU runs one call of each kind of module, in the middle layer, over few tokens and columns.
 CPU_TOKENS, CPU_COLUMNS = 40, 2048
 # Real activations reach thousands: small cotangents keep gradients inside float16, and float32
@@ -45,11 +47,12 @@ def recorded_cases(role: str, device: torch.device) -> list[Case]:
                 "transformers.")  # fmt: skip
     from reference.hf.activations import recorded
 
-    calls = recorded(role)
+    calls = recorded("linear" if role == "projections" else role)
     if device.type == "cpu":
         middle = sorted({call.name.split(".")[1] for call in calls if "." in call.name}, key=int)
         calls = [c for c in calls if "." not in c.name or c.name.split(".")[1] == middle[1]]
-    return [_case(call, small=device.type == "cpu") for call in calls]
+    small = device.type == "cpu"
+    return _several(calls, small) if role == "projections" else [_case(c, small) for c in calls]
 
 
 def trials(
@@ -97,6 +100,19 @@ def _case(call: Any, small: bool) -> Case:
         shared=1 if shared is None else shared.shape[-1],
     )
     return replace(case, oracle=rounded_total) if call.role == "add_rms_norm" else case
+
+
+def _several(calls: list[Any], small: bool) -> list[Case]:
+    by_name = {call.name: _case(call, small).tensors for call in calls}
+    layers = sorted({".".join(name.split(".")[:2]) for name in by_name})
+    cases = []
+    for layer in layers:
+        for module, names in OF_ONE_INPUT:
+            linears = [by_name[f"{layer}.{module}.{name}"] for name in names]
+            weights = {f"weight{i}": t["weight"] for i, t in enumerate(linears)}
+            case = projections_of({"x": linears[0]["x"], **weights})
+            cases.append(replace(case, row_exponent=3))
+    return cases
 
 
 def _cut(given: dict[str, Any]) -> dict[str, Any]:

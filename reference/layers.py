@@ -1,12 +1,16 @@
 """What both model families are built from: parameters with a role of the stack to use them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reference import ops
 from reference.config import ModelConfig
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -34,9 +38,31 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else cast(self.bias, self.compute_dtype)
-        y: Tensor = self.stack.linear(x, cast(self.weight, self.compute_dtype), bias)
+        y: Tensor = self.stack.linear(x, *self.cast_parameters())
         return y
+
+    def cast_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """weight and bias, or None, in the compute dtype."""
+        bias = None if self.bias is None else cast(self.bias, self.compute_dtype)
+        return cast(self.weight, self.compute_dtype), bias
+
+
+def project(stack: Any, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """What each of the layers makes of x, in one call where the stack has projections of its own.
+
+    The reference's own would call the reference's linear: a stack that brings only linear has it on
+    trial here too. Layers that have become adapters, or that hooks watch, are called themselves.
+    """
+    if stack.projections is ops.projections or not all(map(_is_bare, layers)):
+        return tuple(layer(x) for layer in layers)
+    weights, biases = zip(*(layer.cast_parameters() for layer in layers), strict=True)
+    outputs: tuple[Tensor, ...] = stack.projections(x, weights, biases)
+    return outputs
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether a call of the layer is its forward and nothing else."""
+    return type(layer) is Linear and not any(getattr(layer, hooks) for hooks in _HOOKS)
 
 
 class Embedding(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reference import ops
 from reference.chargpt import CharGPT
 from reference.config import CharGPTConfig, DecoderConfig
-from reference.layers import Embedding, Linear, cast, checked_positions
+from reference.layers import Embedding, Linear, cast, checked_positions, project
 
 
 def build_model(config: DecoderConfig | CharGPTConfig, stack: Any) -> nn.Module:
@@ -78,8 +78,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (
-            projection(x_BTD).unflatten(-1, (-1, self.head_width))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            torch.unflatten(y, -1, (-1, self.head_width))
+            for y in project(self.stack, x_BTD, (self.q_proj, self.k_proj, self.v_proj))
         )
         q_BTNH, k_BTKH = self.stack.rope(q_BTNH, k_BTKH, positions_BT, self.theta)
         o_BTNH = self.stack.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT)
@@ -104,7 +104,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTF = self.stack.swiglu(self.gate_proj(x_BTD), self.up_proj(x_BTD))
+        h_BTF = self.stack.swiglu(*project(self.stack, x_BTD, (self.gate_proj, self.up_proj)))
         y_BTD: Tensor = self.down_proj(h_BTF)
         return y_BTD
 

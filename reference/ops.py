@@ -5,6 +5,7 @@ end, to the dtype it was given: what comes back differs from the exact value by 
 float32 arithmetic. In float64 the same formulas are the oracle.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -128,3 +129,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     16-bit products are accumulated in float32 by torch's own matrix product.
     """
     return F.linear(x, weight, bias)
+
+
+def projections(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """y_i = x weight_i^T + bias_i: linear layers that read one input, such as q, k and v.
+
+    x [..., I], weight_i [O_i, I], bias_i [O_i] or None, y_i [..., O_i]. The gradient of x is the
+    sum of dy_i weight_i, which an implementation of its own need not pass over memory for.
+
+    Raises ValueError if there is not one bias, or None, for each of one or more weights.
+    """
+    if not weights or len(weights) != len(biases):
+        raise ValueError(f"there must be one bias or None for each of one or more weights, got "
+                         f"{len(weights)} weights and {len(biases)} biases")  # fmt: skip
+    return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))

@@ -39,7 +39,7 @@ from reference.ledger.windows import count_targets, plan_windows, window_rows
 from reference.lora import add_adapters, load_adapters, merge_adapters, save_adapters
 from reference.loss import token_nll
 from reference.model import build_model
-from reference.ops import add_rms_norm, attention, linear, rms_norm, rope, swiglu
+from reference.ops import add_rms_norm, attention, linear, projections, rms_norm, rope, swiglu
 from reference.optimizer import clip_grad_norm, optimizer_step, param_groups
 from reference.schedule import learning_rate
 from reference.train import train
@@ -52,6 +52,7 @@ OPERATORS = {
     "attention": attention,
     "swiglu": swiglu,
     "linear": linear,
+    "projections": projections,
     "token_nll": token_nll,
 }
 TRAINING = {

@@ -3,12 +3,13 @@
     --candidate tilelang.fast
 
 `linear` is left to torch, whose cuBLAS was ahead of TileLang in every product measured but one
-(LOG.md), as are the matrix products of the gradients inside `token_nll`.
+(LOG.md), as are the products of `projections` and those of the gradients inside `token_nll`.
 """
 
 from candidates.tilelang import DTYPES
 from candidates.tilelang import ROLES as ALL
+from candidates.tilelang.projections import ROLES as PROJECTIONS
 
 __all__ = ["DTYPES", "ROLES"]
 
-ROLES = {name: role for name, role in ALL.items() if name != "linear"}
+ROLES = {**{name: role for name, role in ALL.items() if name != "linear"}, **PROJECTIONS}

@@ -63,7 +63,8 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _linear.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _require(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def require(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """ValueError if shapes, dtypes or devices do not fit or the device does not take the dtype."""
     dtype_name("linear", x)
     outputs = weight.shape[:1]
     if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not min(weight.shape):
@@ -87,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Raises ValueError if shapes, dtypes or devices do not fit, or the device does not take the
     dtype.
     """
-    _require(x, weight, bias)
+    require(x, weight, bias)
     y: Tensor = _linear(x, weight, bias)
     return y
 

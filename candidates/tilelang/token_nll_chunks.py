@@ -54,16 +54,16 @@ def loss_and_gradients(
     buffer = hidden.new_empty(min(size, num_rows), kept_columns)
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
+    estimates = _estimates(hidden, weight) if late else nll  # not read
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))
         num = rows.stop - first
         bases, sums = (nll.new_empty(num, num_tiles) for _ in range(2))
         label_logits, factors = nll.new_empty(num), nll.new_empty(3, num)
-        estimates = _estimates(hidden[rows], weight) if late else label_logits  # not read
         slopes = buffer[:num]
         launch(
             logit_tiles, d, (vocabulary, width if d.on_gpu else 0, dtype, keep), wide_hidden[rows],
-            wide_weight, labels[rows], estimates, bases, sums, label_logits, slopes,
+            wide_weight, labels[rows], estimates[rows], bases, sums, label_logits, slopes,
         )  # fmt: skip
         launch(
             logit_gradients, d, (vocabulary, columns, dtype, keep), labels[rows], bases, sums,

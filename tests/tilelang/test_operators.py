@@ -3,20 +3,24 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from candidates.tilelang import ROLES as TILELANG
 from candidates.tilelang import (
-    ROLES,
     dialect,
     linear,
     matrix,
+    projections,
     rms_norm,
     rope,
     swiglu,
     token_nll,
     token_nll_chunks,
 )
+from candidates.tilelang.fast import ROLES as FAST
 from reference import loss, ops
 
+ROLES = {**FAST, **TILELANG}
 I, O, V, D = 7, 9, 11, 8  # noqa: E741  few static widths: each costs seconds to compile
 
 
@@ -40,6 +44,9 @@ CASES = {
         normal(5, 7, dtype=dtype), 3 * normal(7, 5, dtype=dtype).T)),
     "linear": (ops.linear, lambda dtype: (
         normal(3, 5, I, dtype=dtype), normal(O, I, dtype=dtype), normal(O, dtype=dtype))),
+    "projections": (ops.projections, lambda dtype: (
+        normal(3, 5, I, dtype=dtype), [normal(O, I, dtype=dtype), normal(I, I, dtype=dtype)],
+        [normal(O, dtype=dtype), None])),
     "token_nll": (loss.token_nll, lambda dtype: (
         8 * normal(5, D, dtype=dtype), normal(V, D, dtype=dtype),
         torch.tensor([-100, 3, 0, 10, -100]))),
@@ -49,8 +56,9 @@ CASES = {
 def run(role, inputs, dtype=None):
     """Outputs, and gradients for cotangents that are 0.37 times the same random numbers."""
     floats = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()  # noqa: E731
-    leaves = [x.to(dtype or x.dtype).detach().requires_grad_() if floats(x) else x for x in inputs]
-    outputs = role(*leaves)
+    given, shape = tree_flatten(inputs)
+    leaves = [x.to(dtype or x.dtype).detach().requires_grad_() if floats(x) else x for x in given]
+    outputs = role(*tree_unflatten(leaves, shape))
     outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if floats(y)]
     cotangents = [(0.37 * normal(*y.shape)).to(y.dtype) for y in outputs]
     gradients = torch.autograd.grad(outputs, [x for x in leaves if floats(x)], cotangents)
@@ -81,6 +89,10 @@ OPERATORS = {
     "swiglu": (swiglu._swiglu, lambda: (normal(5, 7), normal(5, 7))),
     "linear": (linear._linear, lambda: (normal(3, I), normal(O, I), normal(O))),
     "linear without bias": (linear._linear, lambda: (normal(3, I), normal(O, I), None)),
+    "projections": (projections._projections, lambda: (
+        normal(3, I), [normal(O, I), normal(I, I)], [normal(O), normal(I)])),
+    "projections without biases": (projections._projections, lambda: (
+        normal(3, I), [normal(O, I), normal(I, I)], [])),
     "token_nll": (token_nll._token_nll, lambda: (
         normal(5, D), normal(V, D), torch.tensor([1, 2, -100, 10, 0]), [True, True])),
 }  # fmt: skip
@@ -89,8 +101,11 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_torch_finds_schema_fake_kernel_and_gradient_in_order(name):
     operator, make = OPERATORS[name]
-    inputs = [x.requires_grad_() if getattr(x, "is_floating_point", bool)() else x for x in make()]
-    torch.library.opcheck(operator, tuple(inputs))
+    inputs, shape = tree_flatten(make())
+    for x in inputs:
+        if getattr(x, "is_floating_point", bool)():
+            x.requires_grad_()
+    torch.library.opcheck(operator, tree_unflatten(inputs, shape))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,6 +181,7 @@ def test_an_empty_input_gives_an_empty_output_and_zero_gradients(name):
         "rope": lambda: (normal(2, 0, 4, 6), normal(2, 0, 2, 6), torch.zeros(2, 0).long(), 1e4),
         "swiglu": lambda: (normal(0, 5), normal(0, 5)),
         "linear": lambda: (normal(0, I), normal(O, I), normal(O)),
+        "projections": lambda: (normal(0, I), [normal(O, I), normal(I, I)], [normal(O), None]),
         "token_nll": lambda: (normal(0, D), normal(V, D), torch.zeros(0).long()),
     }[name]()
     assert all(not x.any() for x in run(ROLES[name], inputs))
@@ -190,6 +206,10 @@ LIMITS = {
     "linear, dtypes": ("cast it first", "linear", lambda: (
         normal(2, I), normal(O, I).half(), None)),
     "linear, bias": ("bias", "linear", lambda: (normal(2, I), normal(O, I), normal(O + 1))),
+    "projections, biases": ("one bias or None for each", "projections", lambda: (
+        normal(2, I), [normal(O, I)], [])),
+    "projections, inner sizes": ("weight", "projections", lambda: (
+        normal(2, I), [normal(O, I), normal(O, I + 1)], [None, None])),
     "token_nll, label V": ("a label must be", "token_nll", lambda: (
         normal(2, D), normal(V, D), torch.tensor([0, V]))),
     "token_nll, label -1": ("a label must be", "token_nll", lambda: (

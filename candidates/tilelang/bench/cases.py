@@ -12,6 +12,8 @@ from torch import Tensor
 from candidates import tilelang as ours
 from candidates.peers import liger
 from candidates.tilelang.presets import Preset
+from candidates.tilelang.projections import projections
+from reference import ops
 
 NUM_TOKENS = 16384
 EPSILON, THETA = 1e-6, 1e6
@@ -174,6 +176,27 @@ def linear_cases(p: Preset) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def projections_cases(p: Preset) -> Iterator[Case]:
+    query_width, kv_width = p.query_heads * p.head_width, p.kv_heads * p.head_width
+    yield projections_case(p.width, (query_width, kv_width, kv_width), biased=True)
+    yield projections_case(p.width, (p.feed_forward, p.feed_forward), biased=False)
+
+
+def projections_case(inner: int, widths: tuple[int, ...], biased: bool) -> Case:
+    num, none = len(widths), (None,) * len(widths)
+    x, weights = random(NUM_TOKENS, inner), [random(n, inner, scale=inner**-0.5) for n in widths]
+    product = 2 * NUM_TOKENS * inner * sum(widths)
+    return Case(
+        "projections", f"{NUM_TOKENS} x {inner} -> {', '.join(map(str, widths))}",
+        (x, *weights, *(random(n) for n in widths if biased)),
+        {
+            "TileLang": lambda x, *given: projections(x, given[:num], given[num:] or none),
+            "one by one": lambda x, *given: ops.projections(x, given[:num], given[num:] or none),
+        },
+        flops=(product, 2 * product),
+    )  # fmt: skip
+
+
 def loss_cases(p: Preset) -> Iterator[Case]:
     hidden = random(NUM_TOKENS, p.width)
     weight = random(p.vocabulary, p.width, scale=p.width**-0.5)
@@ -207,5 +230,6 @@ CASES = {
     "swiglu": swiglu_cases,
     "attention": attention_cases,
     "linear": linear_cases,
+    "projections": projections_cases,
     "token_nll": loss_cases,
 }
