@@ -19,8 +19,8 @@ gates: $(READY)
 test: $(READY) lint
 	$(BIN)/pytest tests -n $(WORKERS) -q
 	$(BIN)/pytest -m "M0 or M1 or M2 or M4 or M6" -n $(WORKERS)
-	$(BIN)/pytest $(OPERATORS) --candidate tilelang --candidate tilelang.projections --no-faults \
-	    -n $(WORKERS)
+	$(BIN)/pytest $(OPERATORS) --candidate tilelang --candidate tilelang.projections \
+	    --candidate tilelang.gated_linear --no-faults -n $(WORKERS)
 	$(BIN)/pytest -m M6 --ranks 2 --candidate distributed.ddp --no-faults -n $(WORKERS)
 	$(BIN)/pytest -m M6 --ranks 2 --candidate distributed.fsdp2 --no-faults -n $(WORKERS)
 

@@ -1,4 +1,4 @@
-"""M1. SwiGLU, linear and projections have the values and gradients of their formulas."""
+"""M1. SwiGLU and linear layers have the values and gradients of their formulas."""
 
 from __future__ import annotations
 
@@ -94,3 +94,20 @@ def test_projections(stack, with_bias, rng, device, check):
 
     names = ["x", "weight0", "weight1", "weight2", "bias0", "bias1", "bias2"]
     check_against(formula, operator, inputs, names[: len(inputs)], rng, check)
+
+
+@gate(
+    claim="gated_linear is swiglu of two products, with the gradients of input and weights",
+    roles=["gated_linear"],
+    not_claimed="16-bit inputs",
+    source="Shazeer 2020, equation 6",
+)
+def test_gated_linear(stack, rng, device, check):
+    shapes = {"x": (3, 5, 37), "gate_weight": (17, 37), "up_weight": (17, 37)}
+    inputs = [normal(stack, rng, device, *shape) for shape in shapes.values()]
+
+    def formula(x, gate_weight, up_weight):
+        gate, up = (torch.einsum("bti,oi->bto", x, w) for w in (gate_weight, up_weight))
+        return gate / (1 + torch.exp(-gate)) * up
+
+    check_against(formula, stack.gated_linear, inputs, shapes, rng, check)

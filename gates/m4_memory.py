@@ -29,7 +29,7 @@ def laid_out(inputs, cotangents):
     def layout(name, x):
         if name == "cotangent":
             return LAYOUTS[cotangents](x)
-        parameter = name.startswith(("weight", "bias"))
+        parameter = "weight" in name or "bias" in name
         dense = inputs == "one-value" or (inputs == "one-row" and parameter)
         return framed(x) if dense else LAYOUTS[inputs](x)
 
@@ -77,5 +77,5 @@ def test_guards(stack, role, rng, device, check):
             check(f"{operators.short(dtype)}: elements of guard bands that were written",
                   guards.changed(), equal=0, because="they belong to others")  # fmt: skip
             if writes_itself:
-                check("guarded allocations of a kernel", len(guards.storages), at_least=2,
-                      because="an output and a gradient")  # fmt: skip
+                check("guarded allocations of a kernel", len(guards.storages), at_least=1,
+                      because="an output; gradients may take what was saved")  # fmt: skip

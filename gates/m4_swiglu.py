@@ -1,4 +1,4 @@
-"""M4. SwiGLU in every dtype: values and both gradients, at any size and shape."""
+"""M4. SwiGLU in every dtype, alone and after its two products, at any size and shape."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from gates import ladder, operators, recorded
-from gates.operator_cases import swiglu_case
+from gates.operator_cases import gated_case, swiglu_case
 from harness import gate
 
 # Elements around the edges of blocks of 128, 256 and 1024, and primes; three dimensions as in a
 # model, and one.
 SHAPES = [(1, 1), (1, 64), (127, 1), (128, 3), (7, 17), (16, 64), (17, 64), (2, 9, 33), (1009,)]
 LARGE = [(129, 1024), (4097, 96), (3, 5, 8960)]
+# (rows, inputs, outputs) of the products before it.
+GATED = [(1, 1, 1), (17, 64, 33), (37, 33, 64), (129, 64, 17)]
+GATED_LARGE = [(1009, 1013, 1019), (4096, 896, 4864)]
 
 
 @gate(
@@ -48,15 +51,34 @@ def test_large_gates(stack, rng, device, check):
 
 
 @gate(
+    claim="a gated linear layer and its gradients by the input and both weights are as near to the "
+    "oracle as the plain formula",
+    roles=["gated_linear"],
+    not_claimed="memory layouts (m4_memory), a graph that is kept (m4_repeats), speed",
+    source="Shazeer 2020, equation 6; unslothai/unsloth#3314: gradients exchanged",
+)
+def test_gated(stack, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        for shape in GATED + (GATED_LARGE if device.type == "cuda" else []):
+            case = gated_case(rng, *shape)
+            operators.trial(stack, case, dtype, device, rng, check, at=str(list(shape)))
+
+
+@gate(
     claim="the same at the feed-forward width of the rung's model, and for real gates",
-    roles=["swiglu"],
+    roles=["swiglu", "gated_linear"],
     not_claimed="the rung's number of tokens",
     source="the presets of reference.config",
 )
 @pytest.mark.parametrize("inputs", ["rung", "recorded"])
-def test_models(stack, inputs, rung, rng, device, check):
-    def rung_cases():
-        widths = [config.feed_forward_width for config in ladder.operator_configs(rung)]
-        return [swiglu_case(rng, 19, width) for width in widths]
+@pytest.mark.parametrize("role", ["swiglu", "gated_linear"])
+def test_models(stack, role, inputs, rung, rng, device, check):
+    def case_of(config):
+        if role == "swiglu":
+            return swiglu_case(rng, 19, config.feed_forward_width)
+        return gated_case(rng, 19, config.model_width, config.feed_forward_width)
 
-    recorded.trials("swiglu", inputs, rung_cases, stack, rng, device, check)
+    def rung_cases():
+        return [case_of(config) for config in ladder.operator_configs(rung)]
+
+    recorded.trials(role, inputs, rung_cases, stack, rng, device, check)

@@ -69,6 +69,23 @@ def swiglu_case(rng: torch.Generator, *shape: int, scale: float = 2.0) -> Case:
     )
 
 
+def gated_case(rng: torch.Generator, rows: int, inputs: int, outputs: int) -> Case:
+    """gated_linear with gates and ups of about 2."""
+    scale = 2 * inputs**-0.5
+    return gated_of(
+        {
+            "x": normal(rng, rows, inputs),
+            "gate_weight": normal(rng, outputs, inputs, scale=scale),
+            "up_weight": normal(rng, outputs, inputs, scale=scale),
+        }
+    )
+
+
+def gated_of(tensors: dict[str, Tensor]) -> Case:
+    """gated_linear of x, gate_weight and up_weight."""
+    return Case("gated_linear", tensors, lambda t: tuple(t.values()), ("h",), by_row={"dx": "h"})
+
+
 def linear_case(
     rng: torch.Generator, rows: int, inputs: int, outputs: int, bias: bool = True
 ) -> Case:
@@ -197,6 +214,7 @@ EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
     "swiglu": lambda rng: swiglu_case(rng, 37, 64),
     "linear": lambda rng: linear_case(rng, 37, 64, 33),
     "projections": lambda rng: projections_case(rng, 37, 64, (64, 33, 33)),
+    "gated_linear": lambda rng: gated_case(rng, 37, 64, 33),
     "attention": lambda rng: attention_case(rng, None, (2, 33, 6, 2, 64)),
     "token_nll": lambda rng: nll_case(rng, some_labels(rng, 37, 131), 64, 131),
 }
@@ -209,6 +227,7 @@ ODD_EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
     "swiglu": lambda rng: swiglu_case(rng, 131, 33),
     "linear": lambda rng: linear_case(rng, 131, 33, 64),
     "projections": lambda rng: projections_case(rng, 131, 33, (64, 17)),
+    "gated_linear": lambda rng: gated_case(rng, 131, 33, 17),
     "attention": lambda rng: attention_case(rng, ragged_documents(), (2, 67, 6, 2, 64)),
     "token_nll": lambda rng: nll_case(rng, some_labels(rng, 131, 131), 64, 131),
 }
@@ -227,6 +246,7 @@ VARIED: dict[str, Callable[[torch.Generator], list[Case]]] = {
         projections_case(rng, 37, 64, (64, 33, 33), bias=False),
         projections_case(rng, 131, 33, (64, 17)),
     ],
+    "gated_linear": lambda rng: [gated_case(rng, 131, 33, 17), gated_case(rng, 37, 64, 64)],
     "attention": lambda rng: [
         attention_case(rng, ragged_documents(), (2, 67, 6, 2, 64)),
         attention_case(rng, None, (1, 129, 6, 2, 64)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gates import operators
-from gates.operator_cases import projections_of, rounded_total
+from gates.operator_cases import gated_of, projections_of, rounded_total
 from gates.operators import Case
 from harness import not_run
 from reference.loss import NO_TARGET
@@ -27,8 +27,10 @@ ARGUMENTS = {
     "linear": ("x weight bias", "x weight", "y"),
     "token_nll": ("hidden weight labels", "hidden weight", "nll tokens"),
 }
-# Linear layers that read one input: the recorded calls of projections.
-OF_ONE_INPUT = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+# Linear layers that read one input, by the roles that compute them at once.
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+OF_ONE_INPUT = {"projections": (QKV, GATE_UP), "gated_linear": (GATE_UP,)}
 # A CPU runs one call of each kind of module, in the middle layer, over few tokens and columns.
 CPU_TOKENS, CPU_COLUMNS = 40, 2048
 # Real activations reach thousands: small cotangents keep gradients inside float16, and float32
@@ -47,12 +49,14 @@ def recorded_cases(role: str, device: torch.device) -> list[Case]:
                 "transformers.")  # fmt: skip
     from reference.hf.activations import recorded
 
-    calls = recorded("linear" if role == "projections" else role)
+    calls = recorded("linear" if role in OF_ONE_INPUT else role)
     if device.type == "cpu":
         middle = sorted({call.name.split(".")[1] for call in calls if "." in call.name}, key=int)
         calls = [c for c in calls if "." not in c.name or c.name.split(".")[1] == middle[1]]
     small = device.type == "cpu"
-    return _several(calls, small) if role == "projections" else [_case(c, small) for c in calls]
+    if role in OF_ONE_INPUT:
+        return _of_one_input(role, calls, small)
+    return [_case(call, small) for call in calls]
 
 
 def trials(
@@ -102,15 +106,18 @@ def _case(call: Any, small: bool) -> Case:
     return replace(case, oracle=rounded_total) if call.role == "add_rms_norm" else case
 
 
-def _several(calls: list[Any], small: bool) -> list[Case]:
+def _of_one_input(role: str, calls: list[Any], small: bool) -> list[Case]:
+    """The recorded calls of linear that `role` would have made at once."""
     by_name = {call.name: _case(call, small).tensors for call in calls}
-    layers = sorted({".".join(name.split(".")[:2]) for name in by_name})
     cases = []
-    for layer in layers:
-        for module, names in OF_ONE_INPUT:
-            linears = [by_name[f"{layer}.{module}.{name}"] for name in names]
-            weights = {f"weight{i}": t["weight"] for i, t in enumerate(linears)}
-            case = projections_of({"x": linears[0]["x"], **weights})
+    for layer in sorted({".".join(name.split(".")[:2]) for name in by_name}):
+        for names in OF_ONE_INPUT[role]:
+            linears = [by_name[f"{layer}.{name}"] for name in names]
+            x, weights = linears[0]["x"], [t["weight"] for t in linears]
+            if role == "gated_linear":
+                case = gated_of({"x": x, "gate_weight": weights[0], "up_weight": weights[1]})
+            else:
+                case = projections_of({"x": x} | {f"weight{i}": w for i, w in enumerate(weights)})
             cases.append(replace(case, row_exponent=3))
     return cases
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from reference.update import TrainState
 
-# add_rms_norm and projections are left out: the model looks whether they are the reference's own.
+# The others are left out: the model looks whether they are the reference's own.
 OPERATORS = ("rms_norm", "rope", "attention", "swiglu", "linear", "token_nll")
 
 

@@ -60,6 +60,15 @@ def project(stack: Any, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ..
     return outputs
 
 
+def gated(stack: Any, x: Tensor, gate: Linear, up: Linear) -> Tensor:
+    """swiglu(gate(x), up(x)) of layers without bias, in one call under the same conditions."""
+    if stack.gated_linear is ops.gated_linear or not all(map(_is_bare, (gate, up))):
+        h: Tensor = stack.swiglu(*project(stack, x, (gate, up)))
+    else:
+        h = stack.gated_linear(x, gate.cast_parameters()[0], up.cast_parameters()[0])
+    return h
+
+
 def _is_bare(layer: nn.Module) -> bool:
     """Whether a call of the layer is its forward and nothing else."""
     return type(layer) is Linear and not any(getattr(layer, hooks) for hooks in _HOOKS)

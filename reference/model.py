@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reference import ops
 from reference.chargpt import CharGPT
 from reference.config import CharGPTConfig, DecoderConfig
-from reference.layers import Embedding, Linear, cast, checked_positions, project
+from reference.layers import Embedding, Linear, cast, checked_positions, gated, project
 
 
 def build_model(config: DecoderConfig | CharGPTConfig, stack: Any) -> nn.Module:
@@ -104,7 +104,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTF = self.stack.swiglu(*project(self.stack, x_BTD, (self.gate_proj, self.up_proj)))
+        h_BTF = gated(self.stack, x_BTD, self.gate_proj, self.up_proj)
         y_BTD: Tensor = self.down_proj(h_BTF)
         return y_BTD
 

@@ -145,3 +145,12 @@ def projections(
         raise ValueError(f"there must be one bias or None for each of one or more weights, got "
                          f"{len(weights)} weights and {len(biases)} biases")  # fmt: skip
     return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+    """h = swiglu(x gate_weight^T, x up_weight^T); x [..., I], weights [F, I], h [..., F].
+
+    Nobody else sees the two products, so an implementation of its own may use their memory for
+    their gradients. Source: Shazeer 2020, equation 6, without biases.
+    """
+    return swiglu(linear(x, gate_weight, None), linear(x, up_weight, None))

@@ -39,7 +39,16 @@ from reference.ledger.windows import count_targets, plan_windows, window_rows
 from reference.lora import add_adapters, load_adapters, merge_adapters, save_adapters
 from reference.loss import token_nll
 from reference.model import build_model
-from reference.ops import add_rms_norm, attention, linear, projections, rms_norm, rope, swiglu
+from reference.ops import (
+    add_rms_norm,
+    attention,
+    gated_linear,
+    linear,
+    projections,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from reference.optimizer import clip_grad_norm, optimizer_step, param_groups
 from reference.schedule import learning_rate
 from reference.train import train
@@ -53,6 +62,7 @@ OPERATORS = {
     "swiglu": swiglu,
     "linear": linear,
     "projections": projections,
+    "gated_linear": gated_linear,
     "token_nll": token_nll,
 }
 TRAINING = {

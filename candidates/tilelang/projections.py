@@ -35,7 +35,7 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Te
 
 
 @torch.library.custom_op(f"{NAMESPACE}::projections_backward", mutates_args=())
-def _projections_backward(
+def projections_backward(
     dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needed: list[bool]
 ) -> list[Tensor]:
     """Those that are needed of dx, every dW_i and every db_i, in this order."""
@@ -53,7 +53,7 @@ def _projections_backward(
     ]
 
 
-@_projections_backward.register_fake
+@projections_backward.register_fake
 def _(
     dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needed: list[bool]
 ) -> list[Tensor]:
@@ -68,7 +68,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _differentiate(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     of_x, of_weights, of_biases = ctx.needs_input_grad
-    given = iter(_projections_backward(dys, x, weights, [of_x, *of_weights, *of_biases]))
+    given = iter(projections_backward(dys, x, weights, [of_x, *of_weights, *of_biases]))
     dx = next(given) if of_x else None
     dweights, dbiases = (
         [next(given) if wanted else None for wanted in several]

@@ -99,27 +99,38 @@ def _launch(program: Any, *tensors: Tensor) -> None:
 
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu", mutates_args=())
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_values(gate: Tensor, up: Tensor) -> Tensor:
     h = gate.new_empty(gate.shape)
     _launch(swiglu_forward, dense(gate), dense(up), h)
     return h
 
 
-@_swiglu.register_fake
+@swiglu_values.register_fake
 def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu_backward", mutates_args=())
-def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_slopes(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     _launch(swiglu_backward, dense(dh), dense(gate), dense(up), dgate, dup)
     return dgate, dup
 
 
-@_swiglu_backward.register_fake
+@swiglu_slopes.register_fake
 def _(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::swiglu_backward_", mutates_args=("gate", "up"))
+def swiglu_slopes_in_place(dh: Tensor, gate: Tensor, up: Tensor) -> None:
+    """The same, and dense gate and up take the results."""
+    _launch(swiglu_backward, dense(dh), gate, up, gate, up)
+
+
+@swiglu_slopes_in_place.register_fake
+def _(dh: Tensor, gate: Tensor, up: Tensor) -> None:
+    return None
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -127,11 +138,11 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = _swiglu_backward(dh, *ctx.saved_tensors)
+    dgate, dup = swiglu_slopes(dh, *ctx.saved_tensors)
     return dgate, dup
 
 
-_swiglu.register_autograd(_differentiate, setup_context=_keep)
+swiglu_values.register_autograd(_differentiate, setup_context=_keep)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -147,7 +158,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             f"{up.dtype} {list(up.shape)} on {up.device}"
         )
     dtype_name("swiglu", gate)
-    h: Tensor = _swiglu(gate, up)
+    h: Tensor = swiglu_values(gate, up)
     return h
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from candidates.tilelang.dialect import (
     NAMESPACE,
@@ -19,6 +18,7 @@ from candidates.tilelang.dialect import (
     launches_of,
     line_of,
 )
+from candidates.tilelang.saved import may_write_over
 from candidates.tilelang.token_nll_chunks import loss_and_gradients
 from candidates.tilelang.token_nll_kernels import scaled
 
@@ -113,15 +113,8 @@ def _differentiate(ctx: Any, factor: Tensor | None, *_: None) -> tuple[Tensor | 
 
 
 def _multiplied(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor, in its own memory if no other backward of the graph will want it.
-
-    torch asks the same before its compiled backwards use saved memory again. Whoever kept what a
-    saved-tensor hook was given sees it change. Traced and batched tensors are copied: what a
-    compiler reuses is up to it.
-    """
-    is_batched = is_batchedtensor(factor) or is_legacy_batchedtensor(factor)
-    is_plain = type(gradient) is Tensor and not is_batched
-    if not is_plain or torch._C._autograd._get_current_graph_task_keep_graph():
+    """gradient * factor, in its own memory if it may be."""
+    if not may_write_over(gradient, factor):
         return _scaled(gradient, factor)
     gradient = gradient.detach()
     _scale_in_place(gradient, factor)

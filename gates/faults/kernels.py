@@ -10,6 +10,11 @@ def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product(a, b):
+    """a b in float32, rounded once."""
+    return (wide(a) @ wide(b)).to(a.dtype)
+
+
 def memory_of(x):
     """The whole storage of x as one row."""
     storage = x.untyped_storage()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gates.faults.kernels import wide
+from gates.faults.kernels import product, wide
 from harness import benign, fault
 
 LINEAR = "m4_linear::"
@@ -13,11 +13,6 @@ RUNG = f"{LINEAR}test_models[projections-rung]"
 EXACT = "m1_operators::test_projections"
 MODEL = "m1_model::test_values_and_gradients[decoder]"
 LAYOUTS = "m4_memory::test_layouts[projections]"
-
-
-def product(a, b):
-    """a b in float32, rounded once."""
-    return (wide(a) @ wide(b)).to(a.dtype)
 
 
 def sum_of_all(dys, weights):

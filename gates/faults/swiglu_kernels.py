@@ -40,7 +40,7 @@ def swiglu_kernel(values=right_values, gradients=right_gradients):
 
 @fault(
     role="swiglu",
-    caught_by=[SHAPES, f"{SWIGLU}test_models[rung]"],
+    caught_by=[SHAPES, f"{SWIGLU}test_models[swiglu-rung]"],
     seen_in="unslothai/unsloth#3314",
 )
 def stores_each_gradient_in_the_other_s_buffer(reference):
@@ -88,7 +88,7 @@ def divides_exponentials(reference):
     return swiglu_kernel(gradients=gradients)
 
 
-@fault(role="swiglu", caught_by=[SHAPES, f"{SWIGLU}test_models[rung]"], seen_in="own")
+@fault(role="swiglu", caught_by=[SHAPES, f"{SWIGLU}test_models[swiglu-rung]"], seen_in="own")
 def writes_gradients_over_the_inputs(reference):
     """Works in place: gate and up hold their gradients afterwards."""
 
@@ -124,7 +124,7 @@ def reads_the_halves_of_a_projection_as_dense(reference):
     accepted_by=[
         SHAPES,
         f"{SWIGLU}test_large_gates",
-        f"{SWIGLU}test_models[rung]",
+        f"{SWIGLU}test_models[swiglu-rung]",
         "m4_memory::test_layouts[swiglu]",
         "m4_memory::test_guards[swiglu]",
         "m4_repeats::test_same_bits[swiglu]",

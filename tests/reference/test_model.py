@@ -284,6 +284,27 @@ def test_projections_of_one_s_own_are_called_for_queries_keys_and_values_and_for
     assert gate_and_up[1] is fused.layers[0].mlp.up_proj.weight and none == (None, None)
 
 
+def test_a_gated_layer_of_one_s_own_is_called_with_the_weights_of_gate_and_up():
+    calls = []
+
+    def gated_linear(x, gate_weight, up_weight):
+        calls.append((gate_weight, up_weight))
+        return ROLES["gated_linear"](x, gate_weight, up_weight)
+
+    torch.manual_seed(0)
+    plain = build_model(DECODER, STACK)
+    fused = build_model(DECODER, SimpleNamespace(**{**ROLES, "gated_linear": gated_linear}))
+    fused.load_state_dict(plain.state_dict())
+    ids = torch.arange(7)[None]
+    assert torch.equal(fused(ids), plain(ids))
+    assert len(calls) == DECODER.num_layers
+    mlp = fused.layers[0].mlp
+    assert calls[0][0] is mlp.gate_proj.weight and calls[0][1] is mlp.up_proj.weight
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    fused(ids)
+    assert len(calls) == 2 * DECODER.num_layers - 1
+
+
 @pytest.mark.parametrize("put_around", ["a hook", "another class"])
 def test_layers_that_something_is_put_around_are_called_themselves(put_around):
     calls, seen = [], []

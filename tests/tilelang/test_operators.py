@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from candidates.tilelang import ROLES as TILELANG
 from candidates.tilelang import (
     dialect,
+    gated_linear,
     linear,
     matrix,
     projections,
@@ -18,6 +19,7 @@ from candidates.tilelang import (
     token_nll_chunks,
 )
 from candidates.tilelang.fast import ROLES as FAST
+from candidates.tilelang.saved import may_write_over
 from reference import loss, ops
 
 ROLES = {**FAST, **TILELANG}
@@ -47,6 +49,8 @@ CASES = {
     "projections": (ops.projections, lambda dtype: (
         normal(3, 5, I, dtype=dtype), [normal(O, I, dtype=dtype), normal(I, I, dtype=dtype)],
         [normal(O, dtype=dtype), None])),
+    "gated_linear": (ops.gated_linear, lambda dtype: (
+        normal(3, 5, I, dtype=dtype), normal(O, I, dtype=dtype), 2 * normal(O, I, dtype=dtype))),
     "token_nll": (loss.token_nll, lambda dtype: (
         8 * normal(5, D, dtype=dtype), normal(V, D, dtype=dtype),
         torch.tensor([-100, 3, 0, 10, -100]))),
@@ -86,13 +90,15 @@ OPERATORS = {
     "rms_norm": (rms_norm._rms_norm, lambda: (normal(5, D), normal(D), 1e-6)),
     "add_rms_norm": (rms_norm._add_rms_norm, lambda: (normal(5, D), normal(5, D), normal(D), 1e-6)),
     "rope": (rope._rope, lambda: rope_inputs(torch.float32)),
-    "swiglu": (swiglu._swiglu, lambda: (normal(5, 7), normal(5, 7))),
+    "swiglu": (swiglu.swiglu_values, lambda: (normal(5, 7), normal(5, 7))),
     "linear": (linear._linear, lambda: (normal(3, I), normal(O, I), normal(O))),
     "linear without bias": (linear._linear, lambda: (normal(3, I), normal(O, I), None)),
     "projections": (projections._projections, lambda: (
         normal(3, I), [normal(O, I), normal(I, I)], [normal(O), normal(I)])),
     "projections without biases": (projections._projections, lambda: (
         normal(3, I), [normal(O, I), normal(I, I)], [])),
+    "gated_linear": (gated_linear._gated_linear, lambda: (
+        normal(3, I), normal(O, I), normal(O, I))),
     "token_nll": (token_nll._token_nll, lambda: (
         normal(5, D), normal(V, D), torch.tensor([1, 2, -100, 10, 0]), [True, True])),
 }  # fmt: skip
@@ -125,15 +131,29 @@ def test_autocast_leaves_the_dtypes_that_a_role_was_given(name):
         assert torch.equal(got, want)
 
 
-def test_the_loss_reuses_the_memory_of_its_gradients_unless_the_graph_is_retained():
-    hidden, weight, labels = CASES["token_nll"][1](torch.float32)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    nll = ROLES["token_nll"](hidden, weight, labels)[0]
-    kept = nll.grad_fn.saved_tensors[1]
-    first = torch.autograd.grad(nll, leaves, 0.5 * nll, retain_graph=True)
-    again = torch.autograd.grad(nll, leaves, 0.5 * nll)
-    assert all(map(torch.equal, first, again))
-    assert again[1].data_ptr() == kept.data_ptr() != first[1].data_ptr()
+# Modules whose backward may write over what was saved, and which of the saved tensors.
+REUSING = {"token_nll": (token_nll, 1), "gated_linear": (gated_linear, 3)}
+
+
+@pytest.mark.parametrize("name", REUSING)
+@pytest.mark.parametrize("who", ["nobody else", "a retained graph", "somebody"])
+def test_saved_memory_is_used_again_where_nobody_else_wants_it(name, who, monkeypatch):
+    module, place = REUSING[name]
+    answers = []
+    monkeypatch.setattr(
+        module,
+        "may_write_over",
+        lambda *given: answers.append(may_write_over(*given)) or answers[-1],
+    )
+    leaves = [x for x in CASES[name][1](torch.float32) if x.is_floating_point()]
+    others = [x for x in CASES[name][1](torch.float32) if not x.is_floating_point()]
+    output = ROLES[name](*(x.requires_grad_() for x in leaves), *others)
+    output = output[0] if isinstance(output, tuple) else output
+    held = output.grad_fn.saved_tensors[place] if who == "somebody" else None
+    before = None if held is None else held.clone()
+    torch.autograd.grad(output, leaves, 0.5 * output.detach(), who == "a retained graph")
+    assert answers[-1] == (who == "nobody else")
+    assert held is None or torch.equal(held, before)
 
 
 def test_cotangents_of_the_loss_may_come_in_a_batch():
@@ -182,6 +202,7 @@ def test_an_empty_input_gives_an_empty_output_and_zero_gradients(name):
         "swiglu": lambda: (normal(0, 5), normal(0, 5)),
         "linear": lambda: (normal(0, I), normal(O, I), normal(O)),
         "projections": lambda: (normal(0, I), [normal(O, I), normal(I, I)], [normal(O), None]),
+        "gated_linear": lambda: (normal(0, I), normal(O, I), normal(O, I)),
         "token_nll": lambda: (normal(0, D), normal(V, D), torch.zeros(0).long()),
     }[name]()
     assert all(not x.any() for x in run(ROLES[name], inputs))
@@ -210,6 +231,8 @@ LIMITS = {
         normal(2, I), [normal(O, I)], [])),
     "projections, inner sizes": ("weight", "projections", lambda: (
         normal(2, I), [normal(O, I), normal(O, I + 1)], [None, None])),
+    "gated_linear, weights": ("must be alike", "gated_linear", lambda: (
+        normal(2, I), normal(O, I), normal(O + 1, I))),
     "token_nll, label V": ("a label must be", "token_nll", lambda: (
         normal(2, D), normal(V, D), torch.tensor([0, V]))),
     "token_nll, label -1": ("a label must be", "token_nll", lambda: (

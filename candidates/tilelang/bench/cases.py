@@ -11,6 +11,7 @@ from torch import Tensor
 
 from candidates import tilelang as ours
 from candidates.peers import liger
+from candidates.tilelang.gated_linear import gated_linear
 from candidates.tilelang.presets import Preset
 from candidates.tilelang.projections import projections
 from reference import ops
@@ -197,6 +198,20 @@ def projections_case(inner: int, widths: tuple[int, ...], biased: bool) -> Case:
     )  # fmt: skip
 
 
+def gated_cases(p: Preset) -> Iterator[Case]:
+    weights = [random(p.feed_forward, p.width, scale=p.width**-0.5) for _ in range(2)]
+    product = 4 * NUM_TOKENS * p.width * p.feed_forward
+    yield Case(
+        "gated_linear", f"{NUM_TOKENS} x {p.width} -> {p.feed_forward}",
+        (random(NUM_TOKENS, p.width), *weights),
+        {
+            "TileLang": gated_linear,
+            "one by one": lambda x, g, u: ours.ROLES["swiglu"](F.linear(x, g), F.linear(x, u)),
+        },
+        flops=(product, 2 * product),
+    )  # fmt: skip
+
+
 def loss_cases(p: Preset) -> Iterator[Case]:
     hidden = random(NUM_TOKENS, p.width)
     weight = random(p.vocabulary, p.width, scale=p.width**-0.5)
@@ -231,5 +246,6 @@ CASES = {
     "attention": attention_cases,
     "linear": linear_cases,
     "projections": projections_cases,
+    "gated_linear": gated_cases,
     "token_nll": loss_cases,
 }
