@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gates import outcomes, parity, probes, twins
+from gates import outcomes, parity, probes, toys, twins
 from harness import gate
 from reference.config import DecoderConfig
 
@@ -106,8 +106,9 @@ def test_float32(stack, name, layout, rng, device, check):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_bfloat16(stack, name, layout, rng, device, check):
+    narrow = replace(SHAPES[name], compute_dtype=toys.require_bfloat16(stack))
     weights, batch, oracle, plain = known_bfloat16(name, layout, rng.initial_seed(), device)
-    model = built(stack, replace(SHAPES[name], compute_dtype=torch.bfloat16), weights, device)
+    model = built(stack, narrow, weights, device)
     got = outcomes.of_stack(stack, model, batch, gradients=True)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")
 
@@ -124,7 +125,8 @@ def test_norms(stack, name, rng, device, check):
     weights = twins.random_weights(config, rng, torch.bfloat16)
     calls = []
     recorder = outcomes.recording(stack, "rms_norm", calls)
-    model = built(recorder, replace(config, compute_dtype=torch.bfloat16), weights, device)
+    narrow = replace(config, compute_dtype=toys.require_bfloat16(stack))
+    model = built(recorder, narrow, weights, device)
     model(random_batch(rng, config, "rows").to(device).microbatch.input_ids)
     parity.check_norms(check, calls, num_norms=2 * config.num_layers + 1)
 
@@ -139,6 +141,7 @@ def test_norms(stack, name, rng, device, check):
 @pytest.mark.parametrize("theta", [1e4, 1e6], ids=["theta-1e4", "theta-1e6"])
 def test_far_apart(stack, theta, rng, device, check):
     config = shape(64, (2, 2), 64, rope_theta=theta)
+    narrow = replace(config, compute_dtype=toys.require_bfloat16(stack))
     weights = twins.random_weights(config, rng, torch.bfloat16)
     for name, weight in weights.items():
         if ".q_proj." in name:
@@ -148,6 +151,6 @@ def test_far_apart(stack, theta, rng, device, check):
     oracle = outcomes.of_stack(probes.REFERENCE, oracle_model, batch, gradients=False)
     twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
     plain = outcomes.of_twin(twin, batch.to(device), gradients=False)
-    model = built(stack, replace(config, compute_dtype=torch.bfloat16), weights, device)
+    model = built(stack, narrow, weights, device)
     got = outcomes.of_stack(stack, model, batch.to(device), gradients=False)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")

@@ -199,8 +199,8 @@ def check_close(check, got, want, start, max_norm=SETTINGS.max_norm):
 )
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16(stack, case, rng, device, check):
+    config = replace(SHAPES[CASES[case][0]], compute_dtype=toys.require_bfloat16(stack))
     weights, windows, oracle, plain = known_bfloat16(case, rng.initial_seed(), device)
-    config = replace(SHAPES[CASES[case][0]], compute_dtype=torch.bfloat16)
     model = built(stack, config, weights, device)
     got = updates_of_stack(stack, model, windows)
     for mine, theirs, exact in zip(got.losses, plain.losses, oracle.losses, strict=True):

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from gates import outcomes, parity, twins
+from gates import outcomes, parity, toys, twins
 from gates.m4_parity_forward import OPERATORS
 from gates.m4_parity_training import (
     NUM_UPDATES,
@@ -174,11 +174,12 @@ def test_gradients(stack, device, check):
     source=f"{SOURCE}, in float32: 1000 times as precise as what is compared",
 )
 def test_bfloat16(stack, device, check):
+    narrow = toys.require_bfloat16(stack)
     oracle, plain = (
         outcome_of_twin("short", dtype, device, gradients=True)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    model = loaded(stack, device, torch.bfloat16)
+    model = loaded(stack, device, narrow)
     batch = text(*TEXTS["short"]).to(device)
     got = outcome_of(stack, model, batch, device, gradients=True)
     parity.check_ratios(check, got, plain, oracle, k=1.5, whose="transformers")
@@ -206,7 +207,7 @@ def test_updates(stack, device, check):
 def test_norms(stack, device, check):
     calls = []
     recorder = outcomes.recording(stack, "rms_norm", calls)
-    model = loaded(recorder, device, torch.bfloat16)
+    model = loaded(recorder, device, toys.require_bfloat16(stack))
     with torch.no_grad():
         model(text(*TEXTS["padded"]).to(device).microbatch.input_ids)
     parity.check_norms(check, calls, num_norms=2 * len(model.layers) + 1)

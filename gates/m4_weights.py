@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gates import checkpoints, probes
+from gates import checkpoints, probes, toys
 from gates.checkpoints import EMBEDDING, HEAD
 from gates.memory import peak_bytes, require_peak_bytes, reset_peak_bytes
 from harness import gate
@@ -68,7 +68,8 @@ def test_dtypes(stack, stored, rng, device, tmp_path, check):
     tensors = checkpoints.random_tensors(config, rng, stored)
     fields = checkpoints.published_fields(config)
     directory = checkpoints.write(tmp_path / "weights", fields, tensors)
-    model = stack.load_pretrained(directory, stack, torch.float32, device, torch.bfloat16)
+    narrow = toys.require_bfloat16(stack)
+    model = stack.load_pretrained(directory, stack, torch.float32, device, narrow)
     want = {name: t.float() for name, t in checkpoints.with_head(config, tensors).items()}
     differing = checkpoints.differing(checkpoints.parameters(model), want)
     check("parameters that differ", differing, equal=[], because="float32 holds every bfloat16")
