@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +59,18 @@ class Hosts:
     endpoint: str = "localhost:0"
 
 
+def start_fork_server() -> ForkServerProcess:
+    """Starts what forks the ranks, and its first process, which ends when all is imported.
+
+    A process has one fork server, with the preloads and the ignored signals of who starts it first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=int)
+    process.start()
+    return process
+
+
 class Launcher:
     """Runs one job after the other; on several hosts every host runs the same ones.
 
@@ -86,10 +99,7 @@ class Launcher:
             raise RuntimeError(f"the ranks' store {what} {hosts.endpoint}: {reason}") from None
         for name in NOISY:
             logging.getLogger(name).disabled = True
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        server_is_there = context.Process(target=int)  # so that no deadline counts its start
-        server_is_there.start()
+        server_is_there = start_fork_server()  # so that no deadline counts its start
         server_is_there.join()
 
     def launch(self, folder: Path, num_local: int, timeout_s: float) -> tuple[dict[int, int], bool]:

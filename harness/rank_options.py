@@ -99,6 +99,17 @@ def ranks(request: pytest.FixtureRequest, recipe: Recipe) -> Ranks:
     return Ranks(session, recipe, seed_of(item), item.nodeid, *noted)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the ranks' fork server before a gate starts another, which would be the only one."""
+    option = session.config.option
+    if option.collectonly or option.setupplan:
+        return
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        from harness.launcher import start_fork_server
+
+        start_fork_server()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world_size" in metafunc.fixturenames and not _parametrised(metafunc):
         metafunc.parametrize("world_size", WORLD_SIZES)

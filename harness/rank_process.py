@@ -86,6 +86,7 @@ def _end_with_the_launcher(stack: Path) -> None:
     threading.Thread(target=_watch_the_launcher, daemon=True).start()
     file = stack.open("w")
     for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # another's fork server may ignore SIGTERM
         faulthandler.register(number, file, all_threads=True, chain=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # also from within a collective
 

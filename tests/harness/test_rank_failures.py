@@ -1,6 +1,9 @@
 """A rank that dies, hangs or raises is named, with what every rank did last."""
 
+import multiprocessing
+import os
 import re
+import signal
 
 import pytest
 import rank_programs as programs
@@ -10,6 +13,7 @@ from harness.launcher import Hosts
 from harness.portable import Recipe
 from harness.rank_ends import RankEnd, RanksFailed
 from harness.rank_frames import without_internals
+from harness.rank_process import _end_with_the_launcher
 from harness.ranks import Ranks, Session
 
 SECOND = "issued 2 collectives, the last: all_reduce of 16 bytes among 3"
@@ -59,6 +63,19 @@ def test_a_rank_that_is_silent(attempt, how, words):
     assert str(failure).startswith("of 3 ranks, rank 1 did not end within 2 s\n")
     assert f"rank 1 {words}" in str(failure)
     assert str(failure).count(SECOND) == 2
+
+
+def test_a_rank_ends_at_sigterm_though_it_inherited_to_ignore_it(tmp_path):
+    def rank():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_with_the_launcher(tmp_path / "stack")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM
+    assert "in rank\n" in (tmp_path / "stack").read_text()
 
 
 def test_a_stack_tells_where_a_rank_was(attempt):

@@ -154,6 +154,28 @@ def test_under_xdist(toy6):
     assert toy6.verdicts() == ["PASS"] * 4
 
 
+PRELOADED = """
+import os, pathlib
+from multiprocessing import forkserver
+
+def preloaded(rank, stack):
+    return "harness.rank_process" in pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text()
+
+@gate(claim="a gate's fork server comes too late to be the ranks' one", **about)
+def test_preloaded(stack, ranks, check):
+    forkserver.set_forkserver_preload([])
+    forkserver.ensure_running()
+    found = ranks.run(preloaded, world_size=2)
+    check("preloaded", found, equal=[True, True], because="a rank would import it for seconds")
+"""
+
+
+def test_no_gate_starts_the_fork_server_of_the_ranks(toy):
+    toy.gates(PRELOADED, "m6_toy")
+    assert run(toy, new_process=True).ret == 0
+    assert toy.verdicts() == ["PASS"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
