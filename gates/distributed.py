@@ -53,7 +53,7 @@ class Gradient:
     num_targets: int
     num_tokens: int
     tensors: dict[str, Tensor]
-    num_swiglus: int = 0
+    num_attentions: int = 0
 
 
 @dataclass(frozen=True)

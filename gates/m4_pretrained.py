@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from gates import outcomes, parity, toys, twins
+from gates import outcomes, parity, probes, toys, twins
 from gates.m4_parity_forward import OPERATORS
 from gates.m4_parity_training import (
     NUM_UPDATES,
@@ -146,24 +146,46 @@ def test_values(stack, name, device, check):
                        "is 1.4e-5 from float64, all together 1e-6")  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1)
+def reference_errors(device):
+    """Of every parameter's gradient in float32, relative to its 2-norm."""
+    model = loaded(probes.REFERENCE, device)
+    batch = text(*TEXTS["padded"]).to(device)
+    got = outcome_of(probes.REFERENCE, model, batch, device, gradients=True)
+    want = outcome_of_twin("padded", torch.float32, device, gradients=True)
+    return parity.gradient_errors(got, want)
+
+
 @gate(
-    claim="with SmolLM2's weights, in float32, the gradient is that of transformers to 1e-5, and "
-    "that of every single parameter to 1e-4",
+    claim="with SmolLM2's weights, in float32, the gradient of every parameter is that of "
+    "transformers to 1e-4 or twice the reference's error, and the whole one to 1e-5 or twice it",
     roles=["load_pretrained", "build_model", *OPERATORS],
     not_claimed="1e-5 for every parameter: with activations of 20,000 both are good to 3e-5",
-    source=SOURCE,
+    source=f"{SOURCE}, with the loss of its logits in float64; the reference in float32, whose "
+    "softmax over 49152 logits is 2e-5 off: 1e-3 where a gradient mostly cancels",
 )
 def test_gradients(stack, device, check):
     want = outcome_of_twin("padded", torch.float32, device, gradients=True)
+    plain = reference_errors(device)
     model = loaded(stack, device)
     batch = text(*TEXTS["padded"]).to(device)
     got = outcome_of(stack, model, batch, device, gradients=True)
-    parity.check_gradients(check, got, want, at_most=1e-4,
-                           because="the float64 oracle is as far from either")  # fmt: skip
-    errors = torch.tensor(list(parity.gradient_errors(got, want).values())).double()
-    sizes = torch.tensor([float(want.gradients[name].norm()) for name in got.gradients]).double()
-    check("whole gradient", (errors * sizes).norm() / sizes.norm(), at_most=1e-5,
-          because="relative to its 2-norm; float32 on both sides")  # fmt: skip
+    parity.check_names(check, got, want)
+    errors = parity.gradient_errors(got, want)
+    for name, error in errors.items():
+        check("gradient of a parameter, error over what is allowed", error
+              / max(1e-4, 2 * plain[name]), at_most=1.0, because="1e-4 of its 2-norm, or twice the "
+              "reference's error")  # fmt: skip
+    check("whole gradient, error over what is allowed", whole(errors, want)
+          / max(1e-5, 2 * whole(plain, want)), at_most=1.0, because="1e-5 of its 2-norm, or twice "
+          "the reference's error; float32 on both sides")  # fmt: skip
+
+
+def whole(errors, want):
+    """The error of all gradients together, relative to their 2-norm."""
+    sizes = torch.tensor([float(want.gradients[name].norm()) for name in errors]).double()
+    parts = torch.tensor(list(errors.values())).double() * sizes
+    return float(parts.norm() / sizes.norm())
 
 
 @gate(

@@ -221,6 +221,30 @@ def test_second_backward(stack, role, rng, device, check):
 
 
 @gate(
+    claim="where inputs are frozen, all but one or one alone, the others' gradients have the same "
+    "bits as when none is",
+    roles=ROLES,
+    not_claimed="that less is computed then",
+    source="torch.autograd: needs_input_grad; LoRA freezes weights, the first layer has no dx",
+)
+@pytest.mark.parametrize("role", ROLES)
+def test_frozen(stack, role, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        prepared = Prepared(stack, EXAMPLES[role](rng), dtype, device, rng)
+        want, names = prepared.results(), list(prepared.tensors)
+        for wanted in [{name} for name in names] + [set(names) - {name} for name in names]:
+            for name, x in prepared.tensors.items():
+                x.requires_grad_(name in wanted)
+            forward = operators.forward_of(prepared.case, prepared.role, prepared.tensors)
+            outputs = {name: y for name, y in forward.items() if y.requires_grad}
+            trained = {name: x for name, x in prepared.tensors.items() if name in wanted}
+            cotangents = {name: prepared.cotangents[name] for name in outputs}
+            found = operators.backward_of(outputs, trained, cotangents) if outputs else {}
+            check(f"{operators.short(dtype)}: elements that differ", differing(found, want),
+                  equal=0, because="the same products and sums")  # fmt: skip
+
+
+@gate(
     claim="under activation checkpointing, where the forward runs again in the backward, outputs "
     "and gradients have the same bits",
     roles=ROLES,

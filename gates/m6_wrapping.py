@@ -112,8 +112,8 @@ def test_recomputed_layers(stack, ranks, world_size, rng, device, check):
         other = toys.flat(result["without dropout"].tensors)
         check("difference that dropout makes", relative_error(other, kept), at_least=0.01,
               because="without it nothing is tested")  # fmt: skip
-        swiglus = [result[name].num_swiglus for name in ("kept", "again")]
-        check("calls of swiglu", swiglus, equal=[4, 8],
+        attentions = [result[name].num_attentions for name in ("kept", "again")]
+        check("calls of attention", attentions, equal=[4, 8],
               because="two layers, two microbatches, and each once more if asked for")  # fmt: skip
 
 

@@ -85,7 +85,8 @@ def check_close(
           because="only logits closer than their errors can change places")  # fmt: skip
     check("loss", abs(got.loss / want.loss - 1), at_most=at_most, because=f"relative; {because}")
     check("loss of a token, worst", max_abs_error(got.nll, want.nll) / want.loss,
-          at_most=10 * at_most, because="relative to the mean; no mean hides it")  # fmt: skip
+          at_most=30 * at_most, because="of up to 16, relative to the mean; torch's "
+          "log-softmax in float32 is 2e-5 nats a token off for 49152 logits")  # fmt: skip
     check_loss(check, got)
     if want.gradients:
         check_gradients(check, got, want, at_most=at_most, because=because)
@@ -97,8 +98,8 @@ def check_loss(check: Any, got: Outcome) -> None:
     half_a_unit = torch.finfo(got.hidden.dtype).eps / 2
     logits = float(got.logits.double().square().mean().sqrt())
     check("loss of a token from its hidden state, error over rounded logits'", error
-          / (half_a_unit * logits + 1e-5) / got.group, at_most=1.0, because="RMS; float32 adds "
-          "nothing; a log-softmax in bfloat16 has steps of 1/32")  # fmt: skip
+          / (half_a_unit * logits + 4e-5) / got.group, at_most=1.0, because="RMS; a log-softmax in "
+          "float32 adds 2e-5 nats for 49152 logits, one in bfloat16 has steps of 1/32")  # fmt: skip
 
 
 def check_gradients(

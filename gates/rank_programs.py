@@ -64,8 +64,8 @@ def plain_model(rank: Any, stack: Any, start: Start) -> nn.Module:
 
 
 def dropping(stack: Any) -> Any:
-    """The stack with a fifth of what swiglu returns dropped, from the global generator."""
-    return stack.replace({"swiglu": lambda gate, up: F.dropout(stack.swiglu(gate, up), 0.2)})
+    """The stack with a fifth of what attention returns dropped, from the global generator."""
+    return stack.replace({"attention": lambda *given: F.dropout(stack.attention(*given), 0.2)})
 
 
 def distributed(rank: Any, stack: Any, start: Start) -> nn.Module:
@@ -103,11 +103,11 @@ def accumulated_by_each(
     found = {}
     for name, start in starts.items():
         calls: list[Any] = []
-        watched = outcomes.recording(stack, "swiglu", calls)
+        watched = outcomes.recording(stack, "attention", calls)
         model = distributed(rank, watched, start)
         torch.manual_seed(rank.index)
         gradient = gradient_of(rank, watched, model, shares[rank.index], 1.0)
-        found[name] = replace(gradient, num_swiglus=len(calls))
+        found[name] = replace(gradient, num_attentions=len(calls))
     return found
 
 

@@ -22,7 +22,8 @@ class FirstNotFinite:
     These are parameters and moments before; the outputs of operators and modules; in the order of
     the backward pass, the gradients of what operators were given and of the parameters; parameters
     and moments after. `found` then says which was not finite first, or is None. What is computed
-    does not change.
+    does not change, but linear layers are called one by one: a stack's own projections and
+    gated_linear are not.
 
     training: what is updated. stack: the roles that its model was built with, which are watched in
     this object itself.

@@ -1,15 +1,17 @@
 """What both model families are built from: parameters with a role of the stack to use them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from reference import ops
 from reference.config import ModelConfig
 
+any_global_hook: Callable[[], bool] = module._has_any_global_hook
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -51,7 +53,8 @@ def project(stack: Any, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ..
     """What each of the layers makes of x, in one call where the stack has projections of its own.
 
     The reference's own would call the reference's linear: a stack that brings only linear has it on
-    trial here too. Layers that have become adapters, or that hooks watch, are called themselves.
+    trial here too. Layers that have become adapters, that hooks watch or whose forward is not their
+    own are called themselves.
     """
     if stack.projections is ops.projections or not all(map(_is_bare, layers)):
         return tuple(layer(x) for layer in layers)
@@ -71,7 +74,8 @@ def gated(stack: Any, x: Tensor, gate: Linear, up: Linear) -> Tensor:
 
 def _is_bare(layer: nn.Module) -> bool:
     """Whether a call of the layer is its forward and nothing else."""
-    return type(layer) is Linear and not any(getattr(layer, hooks) for hooks in _HOOKS)
+    watched = any_global_hook() or any(getattr(layer, hooks) for hooks in _HOOKS)
+    return type(layer) is Linear and "forward" not in vars(layer) and not watched
 
 
 class Embedding(nn.Module):

@@ -1,8 +1,8 @@
 """swiglu(x W_gate^T, x W_up^T) as one operator, whose two products nobody else sees.
 
 h = silu(gate) up with gate = x W_gate^T and up = x W_up^T by torch's products. The backward puts
-dgate and dup where gate and up were if the graph is not kept, and adds dup W_up to dgate W_gate
-inside the product (projections.py).
+dgate and dup where gate and up were if nobody else wants those (saved.py), and adds dup W_up to
+dgate W_gate inside the product (projections.py).
 
     --candidate tilelang --candidate tilelang.gated_linear
 """
@@ -47,7 +47,7 @@ def _differentiate(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None
     if dh is None:
         return None, None, None
     x, gate_weight, up_weight, gate, up = ctx.saved_tensors
-    if may_write_over(gate, dh):
+    if all(may_write_over(x, dh) for x in (gate, up)):
         slopes = gate.detach(), up.detach()
         swiglu_slopes_in_place(dh, *slopes)
     else:

@@ -100,6 +100,7 @@ def _launch(program: Any, *tensors: Tensor) -> None:
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu", mutates_args=())
 def swiglu_values(gate: Tensor, up: Tensor) -> Tensor:
+    """h, contiguous."""
     h = gate.new_empty(gate.shape)
     _launch(swiglu_forward, dense(gate), dense(up), h)
     return h
@@ -112,6 +113,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu_backward", mutates_args=())
 def swiglu_slopes(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dgate and dup, contiguous."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     _launch(swiglu_backward, dense(dh), dense(gate), dense(up), dgate, dup)
     return dgate, dup

@@ -12,6 +12,7 @@ SEVERAL, FIRST_UNUSED = f"{LINEAR}test_several", [f"{LINEAR}test_one_used[{i}]" 
 RUNG = f"{LINEAR}test_models[projections-rung]"
 EXACT = "m1_operators::test_projections"
 MODEL = "m1_model::test_values_and_gradients[decoder]"
+FROZEN = "m4_repeats::test_frozen[projections]"
 LAYOUTS = "m4_memory::test_layouts[projections]"
 
 
@@ -128,6 +129,27 @@ def gives_up_where_a_gradient_is_missing(reference):
     return projections_kernel(dx)
 
 
+@fault(role="projections", caught_by=FROZEN, seen_in="own")
+def ends_where_dx_is_not_wanted(reference):
+    """A backward that begins with dx returns without it: the weights' gradients stay zero."""
+
+    class Weights(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, frozen, *weights):
+            ctx.frozen = frozen
+            return tuple(weight.clone() for weight in weights)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return None, *(g * (0 if ctx.frozen else 1) for g in gradients)
+
+    def projections(x, weights, biases):
+        weights = Weights.apply(not x.requires_grad, *weights)
+        return reference.projections(x, weights, biases)
+
+    return projections
+
+
 @fault(role="projections", caught_by=LAYOUTS, seen_in="linkedin/Liger-Kernel#370")
 def adds_up_dx_in_the_first_cotangent(reference):
     """Where the shapes allow it, dx takes the memory of the first dy."""
@@ -144,6 +166,7 @@ EVERY_PROJECTIONS_GATE = [
     f"{LINEAR}test_one_used",
     RUNG,
     LAYOUTS,
+    FROZEN,
     "m4_memory::test_guards[projections]",
     "m4_repeats::test_same_bits[projections]",
     "m4_repeats::test_many_configurations[projections]",

@@ -3,10 +3,12 @@
 import copy
 import io
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from reference.config import CharGPTConfig, DecoderConfig, preset
 from reference.layers import Linear
@@ -305,19 +307,32 @@ def test_a_gated_layer_of_one_s_own_is_called_with_the_weights_of_gate_and_up():
     assert len(calls) == 2 * DECODER.num_layers - 1
 
 
-@pytest.mark.parametrize("put_around", ["a hook", "another class"])
+@pytest.mark.parametrize("put_around", ["a hook", "a hook on all", "another class", "a forward"])
 def test_layers_that_something_is_put_around_are_called_themselves(put_around):
     calls, seen = [], []
     model = build_model(DECODER, with_projections_of_its_own(calls))
     layer = model.layers[0].self_attn.k_proj
-    if put_around == "a hook":
-        layer.register_forward_hook(lambda module, inputs, y: seen.append(y))
+
+    def watching(module, *_):
+        seen.extend([module] * (module is layer))
+
+    def forward(self, x):
+        seen.append(self)
+        return Linear.forward(self, x)
+
+    if put_around == "another class":
+        layer.__class__ = type("Adapted", (Linear,), {"forward": forward})
+    elif put_around == "a forward":
+        layer.forward = partial(forward, layer)
     else:
-        layer.__class__ = type("Adapted", (Linear,), {"forward": lambda self, x: (
-            seen.append(x) or Linear.forward(self, x))})  # fmt: skip
+        on_all = put_around == "a hook on all"
+        register = register_module_forward_hook if on_all else layer.register_forward_hook
+        handle = register(watching)
     model(torch.arange(7)[None])
-    assert len(seen) == 1
-    assert len(calls) == 2 * DECODER.num_layers - 1
+    if "hook" in put_around:
+        handle.remove()
+    assert seen == [layer]
+    assert len(calls) == (0 if put_around == "a hook on all" else 2 * DECODER.num_layers - 1)
 
 
 def test_a_fused_norm_is_called_with_the_attention_s_output_and_the_stream():
