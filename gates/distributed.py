@@ -46,7 +46,7 @@ class Start:
 @dataclass(frozen=True)
 class Gradient:
     """What accumulate left: its sums, every gradient whole (zeros where there is none); and how
-    often swiglu was called, where that is counted.
+    often attention was called, where that is counted.
     """
 
     nll_sum: float

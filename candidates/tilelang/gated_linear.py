@@ -64,6 +64,8 @@ _gated_linear.register_autograd(_differentiate, setup_context=_keep)
 def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
     """h [..., F] = swiglu(x gate_weight^T, x up_weight^T); x [..., I], weights [F, I], one dtype.
 
+    Cotangents in a batch are a RuntimeError, as of `projections`.
+
     Raises ValueError if the weights differ in shape, and as `linear` does.
     """
     if gate_weight.shape != up_weight.shape:

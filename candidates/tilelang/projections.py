@@ -85,7 +85,8 @@ def projections(
 ) -> tuple[Tensor, ...]:
     """y_i [..., O_i] = x weight_i^T + bias_i; x [..., I], weight_i [O_i, I], bias_i [O_i] or None.
 
-    All of one dtype. The backward is deterministic.
+    All of one dtype. The backward is deterministic; cotangents in a batch (`is_grads_batched`) are
+    a RuntimeError, since torch has no rule for an operator that returns a list.
 
     Raises ValueError if there is not one bias, or None, for each of one or more weights, and as
     `linear` does.
