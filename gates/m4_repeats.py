@@ -239,7 +239,9 @@ def test_frozen(stack, role, rng, device, check):
             outputs = {name: y for name, y in forward.items() if y.requires_grad}
             trained = {name: x for name, x in prepared.tensors.items() if name in wanted}
             cotangents = {name: prepared.cotangents[name] for name in outputs}
-            found = operators.backward_of(outputs, trained, cotangents) if outputs else {}
+            check(f"{operators.short(dtype)}: outputs with a gradient", len(outputs), at_least=1,
+                  because="each input is part of one")  # fmt: skip
+            found = operators.backward_of(outputs, trained, cotangents)
             check(f"{operators.short(dtype)}: elements that differ", differing(found, want),
                   equal=0, because="the same products and sums")  # fmt: skip
 

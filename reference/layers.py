@@ -1,17 +1,16 @@
 """What both model families are built from: parameters with a role of the stack to use them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module
+from torch.nn.modules.module import _has_any_global_hook
 
 from reference import ops
 from reference.config import ModelConfig
 
-any_global_hook: Callable[[], bool] = module._has_any_global_hook
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -74,8 +73,9 @@ def gated(stack: Any, x: Tensor, gate: Linear, up: Linear) -> Tensor:
 
 def _is_bare(layer: nn.Module) -> bool:
     """Whether a call of the layer is its forward and nothing else."""
-    watched = any_global_hook() or any(getattr(layer, hooks) for hooks in _HOOKS)
-    return type(layer) is Linear and "forward" not in vars(layer) and not watched
+    if _has_any_global_hook() or any(getattr(layer, hooks) for hooks in _HOOKS):  # type: ignore[no-untyped-call]
+        return False
+    return type(layer) is Linear and "forward" not in vars(layer)
 
 
 class Embedding(nn.Module):

@@ -47,7 +47,7 @@ def _differentiate(ctx: Any, dh: Tensor | None, *_: None) -> tuple[Tensor | None
     if dh is None:
         return None, None, None
     x, gate_weight, up_weight, gate, up = ctx.saved_tensors
-    if all(may_write_over(x, dh) for x in (gate, up)):
+    if may_write_over(gate, dh) and may_write_over(up, dh):
         slopes = gate.detach(), up.detach()
         swiglu_slopes_in_place(dh, *slopes)
     else:

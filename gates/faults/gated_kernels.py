@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gates.faults.kernels import product, wide
+from gates.faults.kernels import matrix_product
+from gates.faults.projections_kernels import sum_of_all
 from gates.faults.swiglu_kernels import right_gradients, right_values
 from harness import benign, fault
 
@@ -13,18 +14,13 @@ GATED, RUNG = "m4_swiglu::test_gated", "m4_swiglu::test_models[gated_linear-rung
 AGAIN = "m4_repeats::test_second_backward[gated_linear]"
 
 
-def sum_of_both(dgate, dup, gate_weight, up_weight):
-    """dx in float32, rounded once."""
-    return (wide(dgate) @ wide(gate_weight) + wide(dup) @ wide(up_weight)).to(dgate.dtype)
-
-
-def gated_kernel(slopes=right_gradients, dx=sum_of_both):
-    """The whole backward in one function: slopes(gate, up, dh) and dx(dgate, dup, weights)."""
+def gated_kernel(slopes=right_gradients, dx=sum_of_all):
+    """The whole backward in one function: slopes(gate, up, dh) and dx(slopes, weights)."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, gate_weight, up_weight):
-            gate, up = product(x, gate_weight.mT), product(x, up_weight.mT)
+            gate, up = matrix_product(x, gate_weight.mT), matrix_product(x, up_weight.mT)
             ctx.save_for_backward(x, gate_weight, up_weight, gate, up)
             return right_values(gate, up)
 
@@ -33,9 +29,9 @@ def gated_kernel(slopes=right_gradients, dx=sum_of_both):
             x, gate_weight, up_weight, gate, up = ctx.saved_tensors
             dgate, dup = slopes(gate, up, dh)
             return (
-                dx(dgate, dup, gate_weight, up_weight),
-                product(dgate.mT, x),
-                product(dup.mT, x),
+                dx((dgate, dup), (gate_weight, up_weight)),
+                matrix_product(dgate.mT, x),
+                matrix_product(dup.mT, x),
             )
 
     def gated_linear(x, gate_weight, up_weight):
@@ -66,7 +62,7 @@ def exchanges_the_slopes(reference):
 @fault(role="gated_linear", caught_by=[EXACT, GATED, RUNG], seen_in="own")
 def forgets_the_gate_in_dx(reference):
     """The second product of dx overwrites the first: beta is 0."""
-    return gated_kernel(dx=lambda dgate, dup, gate_weight, up_weight: product(dup, up_weight))
+    return gated_kernel(dx=lambda slopes, weights: sum_of_all(slopes[1:], weights[1:]))
 
 
 @fault(

@@ -10,7 +10,7 @@ def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def product(a, b):
+def matrix_product(a, b):
     """a b in float32, rounded once."""
     return (wide(a) @ wide(b)).to(a.dtype)
 
