@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gates.memory import framed
 from harness import not_run
-from harness.compare import error_ratio, max_error_ratio, relative_error, sign_bias
+from harness.compare import error_ratio, max_error_ratio, place, relative_error, sign_bias
 from reference.stack import ROLES
 
 # The milestone's bounds on ||error|| / ||value||. float16 keeps 3 bits more than bfloat16, so its
@@ -187,7 +187,9 @@ def trial(
         for name in outcomes[0]:
             # Rows are compared at one scale, or the largest would hide what is wrong in the others.
             rows = scales.get(case.by_row.get(name, "")) if own else None
-            same = [r[name].detach() / (1 if rows is None else rows.to(r[name])) for r in outcomes]
+            where = place(outcomes[0][name])  # a GPU compares a gradient of 2^28 elements at once
+            results = [outcome[name].detach().to(where) for outcome in outcomes]
+            same = results if rows is None else [x / rows.to(x) for x in results]
             judge(
                 check,
                 f"{' '.join(names)} {name}",
@@ -236,7 +238,7 @@ def judge(
     shared: int = 1,
 ) -> None:
     """Shape, dtype, absolute bound, error ratios and sign bias of one result."""
-    place = f"; at {at}" if at else ""
+    shape = f"; at {at}" if at else ""
     check(f"{name}: shape", list(got.shape), equal=list(oracle.shape), because="the formula's")
     check(f"{name}: dtype", str(got.dtype), equal=str(plain.dtype), because="the role's contract")
     if got.numel() == 0:
@@ -248,20 +250,20 @@ def judge(
         check(f"{name}: relative error", relative_error(got, oracle),
               at_most=units + rms * relative_error(plain, oracle),
               because=f"16 units of float32, 2 of 16 bits, and {rms} times the plain formula's"
-              f"{place}")  # fmt: skip
+              f"{shape}")  # fmt: skip
         return
     magnified = loose if dtype == torch.float32 else 1.0  # also what one constant's rounding does
     absolute = ABSOLUTE[dtype] * magnified
     check(f"{name}: relative error", relative_error(got, oracle), at_most=absolute,
-          because=f"the milestone's bound{place}")  # fmt: skip
+          because=f"the milestone's bound{shape}")  # fmt: skip
     check(f"{name}: error / plain error, RMS", error_ratio(got, plain, oracle), at_most=rms,
-          because=RATIO_BECAUSE + place)  # fmt: skip
+          because=RATIO_BECAUSE + shape)  # fmt: skip
     check(f"{name}: error / plain error, max", max_error_ratio(got, plain, oracle),
-          at_most=largest, because=RATIO_BECAUSE + place)  # fmt: skip
+          at_most=largest, because=RATIO_BECAUSE + shape)  # fmt: skip
     allowed = magnified * bias_bound(dtype, oracle, shared) + 2 * abs(sign_bias(plain, oracle))
     check(f"{name}: sign bias", abs(sign_bias(got, oracle)), at_most=allowed,
           because="twice the plain formula's, and 6 standard errors of rounding to nearest; "
-          f"truncation is off by half a unit{place}")  # fmt: skip
+          f"truncation is off by half a unit{shape}")  # fmt: skip
 
 
 def bias_bound(dtype: torch.dtype, oracle: Tensor, shared: int) -> float:
@@ -274,5 +276,6 @@ def bias_bound(dtype: torch.dtype, oracle: Tensor, shared: int) -> float:
     eps = torch.finfo(dtype).eps
     if dtype == torch.float32:
         return 8 * eps
-    error = (shared * oracle.double().square().sum() / 12).sqrt() / oracle.double().abs().sum()
+    squares, sizes = (torch.linalg.vector_norm(oracle.double(), p) ** p for p in (2, 1))
+    error = (shared * squares / 12).sqrt() / sizes
     return eps * min(1.0, 6 * float(error) + 1 / 64)

@@ -38,10 +38,17 @@ def _refuse(got: Tensor, want: Tensor) -> None:
         raise ValueError("both results are the same memory; clone one before it is overwritten")
 
 
-def _pair(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, where: torch.device) -> Iterable[Tensor]:
+    """Pieces whose float64 copies are small, so that memory does not grow with the tensor."""
+    return torch.split(x.detach().to(where).flatten(), PIECE)
+
+
+def _pairs(got: Tensor, want: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pieces of both in float64, at the same places."""
     _refuse(got, want)
     where = place(got, want)
-    return got.detach().to(where, torch.float64), want.detach().to(where, torch.float64)
+    for mine, theirs in zip(_split(got, where), _split(want, where), strict=True):
+        yield mine.double(), theirs.double()
 
 
 def _norm(pieces: Iterable[Tensor]) -> Tensor:
@@ -49,28 +56,25 @@ def _norm(pieces: Iterable[Tensor]) -> Tensor:
     return torch.stack([piece.double().square().sum() for piece in pieces]).sum().sqrt().cpu()
 
 
-def _size(x: Tensor) -> Tensor:
-    return _norm(torch.split(x.detach().to(place(x)).flatten(), PIECE))
+def _largest(pieces: Iterable[Tensor]) -> float:
+    """The largest magnitude in all pieces; unlike the built-in max, it hands NaN on."""
+    return float(torch.stack([piece.abs().max() for piece in pieces]).max())
 
 
 def _distance(got: Tensor, want: Tensor) -> Tensor:
-    """``||got - want||`` in the 2-norm, in memory that does not grow with the tensors."""
-    _refuse(got, want)
-    where = place(got, want)
-    pairs = (torch.split(x.detach().to(where).flatten(), PIECE) for x in (got, want))
-    return _norm(mine.double() - theirs.double() for mine, theirs in zip(*pairs, strict=True))
+    """``||got - want||`` in the 2-norm."""
+    return _norm(mine - theirs for mine, theirs in _pairs(got, want))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """``||got - want|| / ||want||`` in the 2-norm; 0 if both are zero, inf if only want is."""
     difference = _distance(got, want)
-    return 0.0 if difference == 0 else float(difference / _size(want))
+    return 0.0 if difference == 0 else float(difference / _norm(_split(want, place(want))))
 
 
 def max_abs_error(got: Tensor, want: Tensor) -> float:
     """``max |got - want|``."""
-    got64, want64 = _pair(got, want)
-    return float((got64 - want64).abs().max())
+    return _largest(mine - theirs for mine, theirs in _pairs(got, want))
 
 
 def worst_relative(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
@@ -84,12 +88,18 @@ def worst_relative(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> flo
     return float(errors.max())  # unlike the built-in max, it hands NaN on
 
 
+def _roundings(oracle: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
+    """The errors of merely storing ``oracle`` in ``dtype``."""
+    if oracle.numel() == 0:
+        raise ValueError("nothing to compare: the oracle has no element")
+    for piece in _split(oracle, place(oracle)):
+        exact = piece.double()
+        yield exact.to(dtype).double() - exact
+
+
 def rounding_floor(oracle: Tensor, dtype: torch.dtype) -> float:
     """The error of merely storing ``oracle`` in ``dtype``, as a root mean square."""
-    exact = oracle.detach().to(place(oracle), torch.float64)
-    if exact.numel() == 0:
-        raise ValueError("nothing to compare: the oracle has no element")
-    return float((exact.to(dtype).double() - exact).square().mean().sqrt())
+    return float(_norm(_roundings(oracle, dtype)) / oracle.numel() ** 0.5)
 
 
 def error_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
@@ -110,7 +120,7 @@ def max_error_ratio(got: Tensor, plain: Tensor, oracle: Tensor) -> float:
     ``max |got - oracle| / (max |plain - oracle| + floor)``, the floor as in ``error_ratio`` but for
     its largest element: one wrong element in a million, which a mean forgives, decides.
     """
-    accepted = max_abs_error(plain, oracle) + max_abs_error(oracle.to(got.dtype), oracle.clone())
+    accepted = max_abs_error(plain, oracle) + _largest(_roundings(oracle, got.dtype))
     error = max_abs_error(got, oracle)
     return 0.0 if error == 0 else float(torch.tensor(error, dtype=torch.float64) / accepted)
 
@@ -121,7 +131,9 @@ def sign_bias(got: Tensor, oracle: Tensor) -> float:
     ``sum sign(oracle) (got - oracle) / sum |oracle|``. Errors of rounding to nearest point either
     way and cancel as 1 / sqrt(elements); truncation, or a lost term, points one way and does not.
     """
-    got64, oracle64 = _pair(got, oracle)
-    size = oracle64.abs().sum()
-    bias = (oracle64.sign() * (got64 - oracle64)).sum()
+    sums = [
+        torch.stack(((theirs.sign() * (mine - theirs)).sum(), theirs.abs().sum()))
+        for mine, theirs in _pairs(got, oracle)
+    ]
+    bias, size = torch.stack(sums).sum(0)
     return 0.0 if bias == 0 else float(bias / size)

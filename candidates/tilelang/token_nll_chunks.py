@@ -20,17 +20,18 @@ from candidates.tilelang.token_nll_kernels import (
     vocabulary_tile,
 )
 
-# The limits of what a chunk needs at most; between them as much as the weight.
-LEAST_BYTES, MOST_BYTES = 500 * 2**20, 640 * 2**20
+CHUNK_BYTES = 400 * 2**20  # what a chunk needs, unless that made too many
+# Each chunk rounds what was added up to dW before: 26 are 1.75 times as far off as one, and as
+# their number grows small additions are lost.
+MOST_CHUNKS = 26
 CHUNK_ROWS = 128  # chunks are multiples of this
 ESTIMATED = 32  # columns of which the largest logit is the estimate
 
 
-def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int, bytes_of_weight: int) -> int:
-    """As few chunks as the limit allows, of about equal size: fewer additions to dW."""
-    limit = min(max(bytes_of_weight, LEAST_BYTES), MOST_BYTES)
-    most = max(CHUNK_ROWS, limit // bytes_of_a_row // CHUNK_ROWS * CHUNK_ROWS)
-    num_chunks = -(-num_rows // most)
+def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int) -> int:
+    """As few chunks as the limit allows, of about equal size, and never more than MOST_CHUNKS."""
+    most = max(CHUNK_ROWS, CHUNK_BYTES // bytes_of_a_row // CHUNK_ROWS * CHUNK_ROWS)
+    num_chunks = min(-(-num_rows // most), MOST_CHUNKS)
     return -(-num_rows // (num_chunks * CHUNK_ROWS)) * CHUNK_ROWS
 
 
@@ -50,7 +51,7 @@ def loss_and_gradients(
         return nll, dhidden, dweight.zero_()
     # Exponentials; hidden / S; dhidden before it is rounded, in float32.
     bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
-    size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
+    size = _rows_of_a_chunk(num_rows, bytes_of_a_row)
     buffer = hidden.new_empty(min(size, num_rows), kept_columns)
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))

@@ -14,7 +14,7 @@ SHAPES, LOGITS, IGNORED = f"{LOSS}test_shapes", f"{LOSS}test_logits", f"{LOSS}te
 PEAKS = f"{LOSS}test_peaks"
 SUMS, MANY, RUNG = (
     f"{LOSS}test_gradients_sum_to_zero",
-    f"{LOSS}test_many_logits",
+    f"{LOSS}test_many_rows",
     f"{LOSS}test_models[rung]",
 )
 
@@ -173,6 +173,40 @@ def adds_up_dweight_over_chunks_in_8_bits(reference):
         return dhidden, (total * upstream).to(weight.dtype)
 
     return loss_kernel(products=products)
+
+
+def in_chunks(num_chunks):
+    """The loss of one chunk of rows after another; dweight in the input's dtype in between."""
+
+    class Chunks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels):
+            total, dhidden, dweight = 0.0, [], torch.zeros_like(weight)
+            size = -(-len(hidden) // num_chunks)
+            for rows, chosen in zip(hidden.split(size), labels.split(size), strict=True):
+                logits = right_logits(rows, weight)
+                total = total + right_values(logits, chosen).sum()
+                one = right_products(right_slopes(logits, chosen), rows, weight, 1.0)
+                dhidden.append(one[0])
+                dweight += one[1]
+            ctx.save_for_backward(torch.cat(dhidden), dweight)
+            return total
+
+        @staticmethod
+        def backward(ctx, upstream):
+            dhidden, dweight = ctx.saved_tensors
+            return (dhidden * upstream).to(dhidden), (dweight * upstream).to(dweight), None
+
+    def token_nll(hidden, weight, labels):
+        return Chunks.apply(hidden, weight.to(hidden.dtype), labels), (labels != NO_TARGET).sum()
+
+    return token_nll
+
+
+@fault(role="token_nll", caught_by=MANY, seen_in="linkedin/Liger-Kernel PR#830")
+def adds_up_dweight_over_128_chunks_in_the_input_s_dtype(reference):
+    """Each of 128 chunks rounds all that was added up before it."""
+    return in_chunks(128)
 
 
 # --- an estimate of the largest logit ------------------------------------------------------------
