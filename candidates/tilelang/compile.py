@@ -79,7 +79,8 @@ def kernels(p: Preset) -> Iterator[Kernel]:
     for keep in (False, True):
         yield token_nll_kernels.logit_tiles, (p.vocabulary, p.width, dtype, keep)
         yield token_nll_kernels.logit_gradients, (p.vocabulary, columns, dtype, keep)
-    yield token_nll_kernels.divided, (p.width, dtype)
+    yield token_nll_kernels.with_label, (p.width, dtype)
+    yield token_nll_kernels.with_rows_of_labels, (p.width, dtype)
     yield token_nll_kernels.scaled, (8, dtype)
     yield matrix.matrix_product, ((0, p.width, p.width), (False, True), "float32", True)
     yield attention.attention_forward, _attention_parameters(p, "float32", True)

@@ -164,4 +164,6 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
     return nll_sum, num_tokens
 
 
-token_nll.kernel_calls = launches_of("logit_tiles", "logit_gradients", "divided", "scaled")
+token_nll.kernel_calls = launches_of(
+    "logit_tiles", "logit_gradients", "with_label", "with_rows_of_labels", "scaled"
+)

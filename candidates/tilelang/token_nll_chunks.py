@@ -1,9 +1,9 @@
 """The loss and its gradients, chunk by chunk of rows: all logits never exist at once.
 
-The kernels of token_nll_kernels.py turn a chunk's logits into slopes; the products of the slopes
-are torch's. Except in float16 the slopes are S dlogits, S being the sum of a row's exponentials,
-and each product is divided on its smaller side: dhidden = (slopes W) / S and
-dW = slopes^T (hidden / S).
+The kernels of token_nll_kernels.py turn a chunk's logits into exponentials; their products are
+torch's. Except in float16 these are S dlogits, S being the sum of a row's exponentials, and each
+product is divided on its smaller side: dhidden = (e W) / S and dW = e^T (hidden / S). The label's
+slope is in neither: dhidden gets its line of W, and dW after the last chunk its rows of hidden.
 """
 
 import torch
@@ -13,11 +13,12 @@ from candidates.tilelang.dialect import dialect_of, launch
 from candidates.tilelang.matrix import line_multiple, with_padded_lines
 from candidates.tilelang.token_nll_kernels import (
     FLOAT16_SCALE,
-    divided,
     divides_late,
     logit_gradients,
     logit_tiles,
     vocabulary_tile,
+    with_label,
+    with_rows_of_labels,
 )
 
 CHUNK_BYTES = 400 * 2**20  # what a chunk needs, unless that made too many
@@ -42,6 +43,7 @@ def loss_and_gradients(
     d, keep, late = dialect_of(hidden), any(needed), divides_late(dtype)
     (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
     columns = vocabulary_tile(d, vocabulary, dtype)
+    line = (width if d.on_gpu else 0, dtype)
     num_tiles = -(-vocabulary // columns)
     kept_columns = num_tiles * columns if keep else 1
     nll = hidden.new_empty(num_rows, dtype=torch.float32)
@@ -56,39 +58,51 @@ def loss_and_gradients(
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
     estimates = _estimates(hidden, weight) if late else nll  # not read
+    shares, label_slopes = (nll.new_empty(num_rows if keep else 1) for _ in range(2))
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))
         num = rows.stop - first
         bases, sums = (nll.new_empty(num, num_tiles) for _ in range(2))
-        label_logits, factors = nll.new_empty(num), nll.new_empty(3, num)
-        slopes = buffer[:num]
+        label_logits = nll.new_empty(num)
+        exponentials = buffer[:num]
         launch(
             logit_tiles, d, (vocabulary, width if d.on_gpu else 0, dtype, keep), wide_hidden[rows],
-            wide_weight, labels[rows], estimates[rows], bases, sums, label_logits, slopes,
+            wide_weight, labels[rows], estimates[rows], bases, sums, label_logits, exponentials,
         )  # fmt: skip
+        tiles = exponentials.view(num, -1, columns if keep else 1)
         launch(
             logit_gradients, d, (vocabulary, columns, dtype, keep), labels[rows], bases, sums,
-            label_logits, slopes.view(num, -1, columns if keep else 1), factors, nll[rows],
+            label_logits, tiles, shares[rows], label_slopes[rows], nll[rows],
         )  # fmt: skip
-        slopes = slopes[:, :vocabulary]
-        if needed[0] and late:
-            product = _wide_product(slopes, weight)
-            parameters = (width if d.on_gpu else 0, dtype)
-            launch(divided, d, parameters, product, weight, labels[rows], factors, dhidden[rows])
-        elif needed[0]:
-            part = dhidden[rows]
-            torch.addmm(part, slopes, weight, beta=0, alpha=1 / FLOAT16_SCALE, out=part)
+        exponentials = exponentials[:, :vocabulary]
+        if needed[0]:
+            product = _wide_product(exponentials, weight)
+            launch(
+                with_label, d, line, product, weight, labels[rows], shares[rows],
+                label_slopes[rows], dhidden[rows],
+            )  # fmt: skip
         if needed[1]:
             part, alpha = hidden[rows], 1 / FLOAT16_SCALE
             if late:
-                part, alpha = torch.mul(part, factors[2, :, None], out=torch.empty_like(part)), 1.0
-            torch.addmm(dweight, slopes.T, part, beta=int(first > 0), alpha=alpha, out=dweight)
+                part, alpha = torch.mul(part, shares[rows, None], out=torch.empty_like(part)), 1.0
+            torch.addmm(
+                dweight, exponentials.T, part, beta=int(first > 0), alpha=alpha, out=dweight
+            )
+    if needed[1]:
+        in_order, order = labels.sort(stable=True)
+        ends = torch.searchsorted(in_order, in_order, right=True, out_int32=True)
+        launch(
+            with_rows_of_labels, d, line, in_order, order.to(torch.int32), ends, hidden,
+            label_slopes, dweight,
+        )  # fmt: skip
     return nll, dhidden, dweight
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32."""
-    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _estimates(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -3,11 +3,15 @@
 The first multiplies hidden by the weight and keeps of each tile of logits z a base a, the sum of
 e = exp(z - a), and e itself. Except in float16 a is an estimate of the row's largest logit, the
 same for all its tiles, unless a tile has a logit so far above that e would overflow. The second
-puts the tiles of a row together, with A = max_tiles a, S = sum_tiles exp(a - A) sum e and
-nll = A + log S - z_label, multiplies e by exp(a - A) where a tile's base is another, and makes of
-it S dlogits by taking S away at the label: nothing is read or written but the label's element,
+puts the tiles of a row together, with A = max_tiles a, S = sum_tiles exp(a - A) sum e,
+nll = A + log S - z_label and p_label = exp(z_label - A) / S, multiplies e by exp(a - A) where a
+tile's base is another, and takes the label's e away: nothing is read or written but that element,
 unless the estimate was too low. float16 has no room for S: there a is the tile's largest logit, and
 the second kernel divides.
+
+dlogits is e / S, but p_label - 1 at the label, which is orders larger than all others: it stays in
+float32 and joins each gradient by itself, once. A sum in 16 bits that held it from the first chunk
+on would lose what later chunks add.
 """
 
 from typing import Any
@@ -22,6 +26,7 @@ BLOCKS = 4  # on a processor, of the float32 products
 THREADS = 256  # of the second kernel
 CPU_COLUMNS = 64
 TILES = 16  # of a row that one step of the second kernel multiplies
+RUN_LINES, RUN_COLUMNS = 16, 256  # the tile of a sum over rows of one label
 HEADROOM = 40.0  # nats over the estimate: e^40 V, times a weight of 1e15, is within float32
 FLOAT16_SCALE = 16.0  # keeps 1 / V of a large vocabulary out of float16's subnormal numbers
 LOG2_E = 1.4426950408889634
@@ -132,13 +137,12 @@ logit_tiles.options = _options
 
 
 def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep: bool) -> Any:
-    """nll [num_rows], 0 without a target; with `keep` the exponentials become slopes, in place.
+    """nll [num_rows], 0 without a target; with `keep` what the gradients of nll are made of.
 
-    Where `divides_late(dtype)` the slopes are S dlogits, the label's rounded to q = s - r, and
-    factors [3, num_rows] are 1 / S, r / S and s / (S q), with which either gradient has the label's
-    part unrounded: dhidden as slopes W / S + W_label r / S, dW as slopes^T hidden s / (S q). All
-    three are 0 for a row without a target, whose slopes are any finite numbers. In float16 the
-    slopes are FLOAT16_SCALE dlogits, 0 without a target, and factors are not written.
+    The exponentials become dlogits / shares but for the label, where they become 0; label_slopes
+    [num_rows] are p_label - 1. Without a target both factors are 0. Where `divides_late(dtype)`
+    shares [num_rows] are 1 / S, and the exponentials keep their size; in float16 these are
+    FLOAT16_SCALE / S times as large, 0 without a target, and shares 1 / FLOAT16_SCALE.
     """
     num_tiles = -(-vocabulary // columns)
     kept = (num_tiles, columns) if keep else (1, 1)
@@ -153,8 +157,9 @@ def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep:
         bases: T.Tensor((num_rows, num_tiles), "float32"),
         sums: T.Tensor((num_rows, num_tiles), "float32"),
         label_logits: T.Tensor((num_rows,), "float32"),
-        slopes: T.Tensor((num_rows, *kept), dtype),
-        factors: T.Tensor((3, num_rows), "float32"),
+        exponentials: T.Tensor((num_rows, *kept), dtype),
+        shares: T.Tensor((num_rows,), "float32"),
+        label_slopes: T.Tensor((num_rows,), "float32"),
         nll: T.Tensor((num_rows,), "float32"),
     ):
         with d.grid(num_rows, num_threads=THREADS) as row:
@@ -163,8 +168,6 @@ def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep:
             top = d.registers((1,), "float32")
             least = d.registers((1,), "float32")
             all_summed = d.registers((1,), "float32")
-            slope = d.registers((1,), "float32")
-            rounded = d.registers((1,), dtype)
             has_target = labels[row] >= 0
             for z, t in d.each(1, padded):  # the last one again, beyond the end
                 base[z, t] = bases[row, T.min(t, num_tiles - 1)]
@@ -188,40 +191,33 @@ def logit_gradients(d: Dialect, vocabulary: int, columns: int, dtype: str, keep:
                     tile = d.registers((step, columns), dtype)
                     for part in T.serial(T.ceildiv(num_tiles, step)):
                         first = part * step
-                        T.copy(slopes[row, first : first + step, 0:columns], tile)
+                        T.copy(exponentials[row, first : first + step, 0:columns], tile)
                         for t, j in d.each(step, columns):
                             wide = T.cast(tile[t, j], "float32") * factor[first + t]
                             tile[t, j] = T.cast(T.if_then_else(has_target, wide, 0.0), dtype)
-                        T.copy(tile, slopes[row, first : first + step, 0:columns])
+                        T.copy(tile, exponentials[row, first : first + step, 0:columns])
                     if d.on_gpu:
                         T.sync_threads()
                 for z in d.each(1):
-                    exponential = T.exp(label_logits[row] - top[z])
-                    if late:
-                        slope[z] = exponential - all_summed[z]
-                    else:
-                        slope[z] = (exponential / all_summed[z] - 1.0) * FLOAT16_SCALE
-                    rounded[z] = T.cast(slope[z], dtype)
                     if has_target:
-                        slopes[row + z, labels[row] // columns, labels[row] % columns] = rounded[z]
-                    if late:
-                        wide = T.cast(rounded[z], "float32")
-                        share = T.if_then_else(has_target, 1.0 / all_summed[z], 0.0)
-                        factors[0, row + z] = share
-                        factors[1, row + z] = T.if_then_else(
-                            has_target, (slope[z] - wide) * share, 0.0
+                        exponentials[row + z, labels[row] // columns, labels[row] % columns] = (
+                            T.cast(0.0, dtype)
                         )
-                        factors[2, row + z] = T.if_then_else(
-                            has_target and wide != 0.0, slope[z] / wide * share, share
-                        )
+                    share = 1.0 / all_summed[z] if late else 1.0 / FLOAT16_SCALE
+                    shares[row + z] = T.if_then_else(has_target, share, 0.0)
+                    label_slopes[row + z] = T.if_then_else(
+                        has_target,
+                        (T.exp(label_logits[row] - top[z]) - all_summed[z]) / all_summed[z],
+                        0.0,
+                    )
 
     return program
 
 
-def divided(d: Dialect, width: int, dtype: str) -> Any:
-    """dhidden [num_rows, D] = product / S + weight_label r / S, rounded once; product in float32.
+def with_label(d: Dialect, width: int, dtype: str) -> Any:
+    """dhidden [num_rows, D] = product * shares + weight_label * label_slopes, rounded once.
 
-    Width 0: D is known at launch.
+    The product of exponentials and weight is float32. Width 0: D is known at launch.
     """
     columns = THREADS * 4 if d.on_gpu else CPU_COLUMNS
     num_rows, vocabulary = T.dynamic("num_rows"), T.dynamic("vocabulary")
@@ -232,7 +228,8 @@ def divided(d: Dialect, width: int, dtype: str) -> Any:
         product: T.Tensor((num_rows, width), "float32"),
         weight: T.Tensor((vocabulary, width), dtype),
         labels: T.Tensor((num_rows,), "int64"),
-        factors: T.Tensor((3, num_rows), "float32"),
+        shares: T.Tensor((num_rows,), "float32"),
+        label_slopes: T.Tensor((num_rows,), "float32"),
         dhidden: T.Tensor((num_rows, width), dtype),
     ):
         with d.grid(num_rows, num_threads=THREADS) as row:
@@ -242,9 +239,58 @@ def divided(d: Dialect, width: int, dtype: str) -> Any:
                     if column < width:
                         of_label = weight[T.max(labels[row], 0), column]
                         dhidden[row, column] = T.cast(
-                            product[row, column] * factors[0, row]
-                            + T.cast(of_label, "float32") * factors[1, row],
+                            product[row, column] * shares[row]
+                            + T.cast(of_label, "float32") * label_slopes[row],
                             dtype,
+                        )
+
+    return program
+
+
+def with_rows_of_labels(d: Dialect, width: int, dtype: str) -> Any:
+    """dweight_v += sum over the rows m with label v of label_slopes_m hidden_m, rounded once.
+
+    labels [num_rows] are sorted, `order` says which row each was, and `ends` where the run of equal
+    labels ends. The block of the first of a run adds it up in float32, in order of rows. Width 0: D
+    is known at launch.
+    """
+    lines, columns = (RUN_LINES, RUN_COLUMNS) if d.on_gpu else (1, CPU_COLUMNS)
+    num_rows, vocabulary = T.dynamic("num_rows"), T.dynamic("vocabulary")
+    width = width or T.dynamic("width")
+
+    @T.prim_func
+    def program(
+        labels: T.Tensor((num_rows,), "int64"),
+        order: T.Tensor((num_rows,), "int32"),
+        ends: T.Tensor((num_rows,), "int32"),
+        hidden: T.Tensor((num_rows, width), dtype),
+        label_slopes: T.Tensor((num_rows,), "float32"),
+        dweight: T.Tensor((vocabulary, width), dtype),
+    ):
+        with d.grid(num_rows, T.ceildiv(width, columns)) as (begin, block):
+            first = block * columns
+            total = d.registers((lines, columns), "float32")
+            added = d.registers((columns,), "float32")
+            row = d.registers((lines,), "int32")
+            slope = d.registers((lines,), "float32")
+            if labels[begin] >= 0 and (begin == 0 or labels[T.max(begin - 1, 0)] < labels[begin]):
+                T.fill(total, 0)
+                for step in T.serial(T.ceildiv(ends[begin] - begin, lines)):
+                    for i in d.each(lines):
+                        place = begin + step * lines + i
+                        row[i] = order[T.min(place, num_rows - 1)]
+                        slope[i] = T.if_then_else(place < ends[begin], label_slopes[row[i]], 0.0)
+                    for i, j in d.each(lines, columns):
+                        if first + j < width:
+                            total[i, j] = (
+                                total[i, j]
+                                + T.cast(hidden[row[i], first + j], "float32") * slope[i]
+                            )
+                T.reduce_sum(total, added, dim=0)
+                for j in d.each(columns):
+                    if first + j < width:
+                        dweight[labels[begin], first + j] = T.cast(
+                            T.cast(dweight[labels[begin], first + j], "float32") + added[j], dtype
                         )
 
     return program
