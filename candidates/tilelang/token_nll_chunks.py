@@ -58,7 +58,7 @@ def loss_and_gradients(
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
     estimates = _estimates(hidden, weight) if late else nll  # not read
-    shares, label_slopes = (nll.new_empty(num_rows if keep else 1) for _ in range(2))
+    shares, label_slopes = (torch.empty_like(nll) for _ in range(2))
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))
         num = rows.stop - first
