@@ -115,7 +115,7 @@ def test_bfloat16(stack, name, layout, rng, device, check):
 
 @gate(
     claim="in bfloat16 each norm of the model multiplies by the gain before its one rounding",
-    roles=["build_model", "rms_norm"],
+    roles=["build_model", "rms_norm", "add_rms_norm"],
     not_claimed="that transformers does so: its Llama and Qwen2 round before the gain as well",
     source="google/gemma_pytorch PR#67, vllm-project/vllm PR#3653: the order of cast and gain",
 )
@@ -124,7 +124,7 @@ def test_norms(stack, name, rng, device, check):
     config = SHAPES[name]
     weights = twins.random_weights(config, rng, torch.bfloat16)
     calls = []
-    recorder = outcomes.recording(stack, "rms_norm", calls)
+    recorder = outcomes.recording_norms(stack, calls)
     narrow = replace(config, compute_dtype=toys.require_bfloat16(stack))
     model = built(recorder, narrow, weights, device)
     model(random_batch(rng, config, "rows").to(device).microbatch.input_ids)

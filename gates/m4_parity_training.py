@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from gates import probes, toys, twins
 from gates.m4_parity_forward import MANY, OPERATORS, SHAPES, built, random_batch
+from gates.operators import RATIOS
 from harness import gate
 from harness.compare import relative_error
 from reference.schedule import Schedule
@@ -131,12 +133,29 @@ def windows_of(rng, config, layout, device, shape=(2, 96)):
 
 @functools.lru_cache(maxsize=1)
 def known_float32(case, seed, device):
-    """(weights, windows, updates of transformers) of a case."""
+    """(weights, windows, updates of transformers, what rounding does) of a case.
+
+    What rounding does to a parameter: how far transformers or the reference in float32, whichever
+    is further, ends from the reference in float64.
+    """
     (name, layout), rng = CASES[case], torch.Generator().manual_seed(seed)
-    weights = twins.random_weights(SHAPES[name], rng)
-    windows = windows_of(rng, SHAPES[name], layout, device)
-    twin = twins.load(twins.build(SHAPES[name], torch.float32, device), weights)
-    return weights, windows, updates_of_twin(twin, windows)
+    config = SHAPES[name]
+    weights = twins.random_weights(config, rng)
+    windows = windows_of(rng, config, layout, device)
+    twin = twins.load(twins.build(config, torch.float32, device), weights)
+    want = updates_of_twin(twin, windows)
+    plain = updates_of_stack(
+        probes.REFERENCE, built(probes.REFERENCE, config, weights, device), windows
+    )
+    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
+    oracle = updates_of_stack(
+        probes.REFERENCE, built(probes.REFERENCE, config, weights, "cpu").double(), on_cpu
+    )
+    rounding = {
+        name: max(relative_error(found.parameters[name], end) for found in (want, plain))
+        for name, end in oracle.parameters.items()
+    }
+    return weights, windows, want, rounding
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,36 +174,43 @@ def known_bfloat16(case, seed, device):
 
 @gate(
     claim="in float32, losses, gradient norms and parameters of five updates are those of "
-    "transformers with torch.optim.AdamW, to 1e-5",
+    "transformers with torch.optim.AdamW, to 1e-5; a parameter to 8 times what rounding does to "
+    "it, where that is more",
     roles=ROLES,
     not_claimed="a learning rate that changes (m2_schedule)",
     source="torch.optim.AdamW, torch.nn.utils.clip_grad_norm_, transformers' Qwen2 and Llama",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_float32(stack, case, rng, device, check):
-    weights, windows, want = known_float32(case, rng.initial_seed(), device)
+    weights, windows, want, rounding = known_float32(case, rng.initial_seed(), device)
     model = built(stack, SHAPES[CASES[case][0]], weights, device)
     got = updates_of_stack(stack, model, windows)
-    check_close(check, got, want, weights)
+    check_close(check, got, want, weights, rounding)
 
 
-def check_close(check, got, want, start, max_norm=SETTINGS.max_norm):
-    """Two trajectories in float32 from the same parameters `start`."""
+def check_close(check, got, want, start, rounding=MappingProxyType({})):
+    """Two trajectories in float32 from the same parameters `start`.
+
+    `rounding` may say what rounding does to a parameter, relative to its 2-norm.
+    """
     for mine, theirs in zip(got.losses, want.losses, strict=True):
         check("loss of an update, worst", abs(mine / theirs - 1), at_most=1e-5,
               because="relative; float32 on both sides")  # fmt: skip
     for mine, theirs in zip(got.norms, want.norms, strict=True):
         check("gradient norm of an update, worst", abs(mine / theirs - 1), at_most=1e-5,
               because="relative, before clipping; Adam hides a scale")  # fmt: skip
-    check("smallest gradient norm / max_norm", min(want.norms) / max_norm, at_least=1.0,
+    check("smallest gradient norm / max_norm", min(want.norms) / SETTINGS.max_norm, at_least=1.0,
           because="every update is clipped")  # fmt: skip
     check("parameters", sorted(got.parameters), equal=sorted(want.parameters),
           because="a tied table is one")  # fmt: skip
     for name, end in want.parameters.items():
         began, end = start[name].double(), end.double()
         error = (got.parameters[name].double() - end).norm()
-        check(f"parameter after {NUM_UPDATES} updates, worst", error / began.norm(),
-              at_most=1e-5, because="relative to the parameter's 2-norm")  # fmt: skip
+        allowed = max(1e-5, RATIOS[torch.float32][0] * rounding.get(name, 0.0))
+        check(f"parameter after {NUM_UPDATES} updates, error over what is allowed, worst",
+              error / began.norm() / allowed, at_most=1.0, because="1e-5 of its 2-norm, or 8 times "
+              "what rounding does: where a gradient mostly cancels, as that of k_proj.bias does, "
+              f"Adam takes its rounding for a direction; {name}")  # fmt: skip
         check("way that a parameter went, worst", error / (end - began).norm(), at_most=1e-2,
               because="relative to its own 2-norm: where a gradient is zero but for rounding, "
               "Adam's first step goes either way")  # fmt: skip

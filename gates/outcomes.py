@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gates import twins
 from harness.devices import has_float64
+from reference import ops
 from reference.ops import arithmetic_dtype
 
 
@@ -169,3 +170,21 @@ def recording(stack: Any, role: str, calls: list[tuple[Any, ...]]) -> Any:
         return result
 
     return stack.replace({role: noting})
+
+
+def recording_norms(stack: Any, calls: list[tuple[Any, ...]]) -> Any:
+    """The stack, in which every norm leaves (x, gain, epsilon, y) in `calls`.
+
+    x of a norm that adds the residual is the sum that it returns. The model calls such a norm
+    where the stack has its own.
+    """
+    recorder = recording(stack, "rms_norm", calls)
+    if stack.add_rms_norm is ops.add_rms_norm:
+        return recorder
+
+    def noting(x: Tensor, residual: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        y, total = stack.add_rms_norm(x, residual, gain, epsilon)
+        calls.append((total.detach().cpu(), gain.detach().cpu(), epsilon, y.detach().cpu()))
+        return y, total
+
+    return recorder.replace({"add_rms_norm": noting})

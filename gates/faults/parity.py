@@ -161,6 +161,22 @@ def casts_before_the_gain(reference):
 
 
 @fault(
+    role="add_rms_norm",
+    caught_by=[f"{FORWARD}test_norms", f"{PRETRAINED}test_norms"],
+    seen_in="vllm-project/vllm PR#3653",
+)
+def casts_the_fused_norm_before_the_gain(reference):
+    """The same in a norm that adds the residual."""
+    rms_norm = operators.rounds_before_the_gain.build(reference)
+
+    def add_rms_norm(x, residual, weight, eps):
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+
+    return add_rms_norm
+
+
+@fault(
     role="build_model",
     caught_by=random("test_float32", ("llama-1", "llama-3", "qwen2-8")),
     seen_in="own",

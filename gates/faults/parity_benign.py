@@ -74,6 +74,21 @@ def casts_before_the_gain_as_transformers(reference):
     return rms_norm
 
 
+@benign(
+    role="add_rms_norm",
+    accepted_by=["m4_parity_forward::test_norms", "m4_pretrained::test_norms"],
+    because="the sum, and the norm of it",
+)
+def adds_the_residual_in_the_norm(reference):
+    """One operator for both, as a fused kernel is."""
+
+    def add_rms_norm(x, residual, weight, eps):
+        total = x + residual
+        return reference.rms_norm(total, weight, eps), total
+
+    return add_rms_norm
+
+
 @benign(role="build_model", accepted_by=EVERYWHERE, because="three products stacked are the three")
 def fuses_the_projections(reference):
     """q, k and v come from one product with the stacked weights."""
