@@ -21,7 +21,9 @@ from candidates.tilelang.token_nll_kernels import (
     with_rows_of_labels,
 )
 
-CHUNK_BYTES = 400 * 2**20  # what a chunk needs, unless that made too many
+# What a chunk needs, unless that made too many: the larger the weight is, the dearer is each
+# addition to its gradient. With 0.9 times the weight training takes no more memory than Liger's.
+LEAST_BYTES, MOST_BYTES, OF_WEIGHT = 400 * 2**20, 640 * 2**20, 0.9
 # Each chunk rounds what was added up to dW before: 26 are 1.75 times as far off as one, and as
 # their number grows small additions are lost.
 MOST_CHUNKS = 26
@@ -29,9 +31,10 @@ CHUNK_ROWS = 128  # chunks are multiples of this
 ESTIMATED = 32  # columns of which the largest logit is the estimate
 
 
-def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int) -> int:
+def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int, bytes_of_weight: int) -> int:
     """As few chunks as the limit allows, of about equal size, and never more than MOST_CHUNKS."""
-    most = max(CHUNK_ROWS, CHUNK_BYTES // bytes_of_a_row // CHUNK_ROWS * CHUNK_ROWS)
+    limit = min(max(OF_WEIGHT * bytes_of_weight, LEAST_BYTES), MOST_BYTES)
+    most = max(CHUNK_ROWS, int(limit) // bytes_of_a_row // CHUNK_ROWS * CHUNK_ROWS)
     num_chunks = min(-(-num_rows // most), MOST_CHUNKS)
     return -(-num_rows // (num_chunks * CHUNK_ROWS)) * CHUNK_ROWS
 
@@ -53,7 +56,7 @@ def loss_and_gradients(
         return nll, dhidden, dweight.zero_()
     # Exponentials; hidden / S; dhidden before it is rounded, in float32.
     bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
-    size = _rows_of_a_chunk(num_rows, bytes_of_a_row)
+    size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
     buffer = hidden.new_empty(min(size, num_rows), kept_columns)
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))

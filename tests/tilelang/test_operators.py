@@ -262,18 +262,19 @@ def test_the_loss_in_chunks_is_the_loss_at_once(monkeypatch):
     labels = torch.arange(300) % V
     labels[::7] = -100
     at_once = run(ROLES["token_nll"], (hidden, weight, labels))
-    monkeypatch.setattr(token_nll_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(token_nll_chunks, "MOST_BYTES", 1)
     in_chunks = run(ROLES["token_nll"], (hidden, weight, labels))
     for got, want in zip(in_chunks, at_once, strict=True):
         assert error(got, want) <= 1e-6
 
 
+@pytest.mark.parametrize(("width", "limit"), [(896, 400), (1536, 401), (3584, 640)])
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 129, 16_384, 32_768, 2**20])
-def test_the_loss_has_few_chunks_and_each_takes_little_memory(num_rows):
+def test_the_loss_has_few_chunks_and_each_takes_little_memory(num_rows, width, limit):
     bytes_of_a_row = 2 * 152_064
-    size = token_nll_chunks._rows_of_a_chunk(num_rows, bytes_of_a_row)
+    size = token_nll_chunks._rows_of_a_chunk(num_rows, bytes_of_a_row, 2 * 151_936 * width)
     assert size % 128 == 0 and -(-num_rows // size) <= 26
-    assert size * bytes_of_a_row <= 400 * 2**20 or num_rows == 2**20
+    assert size * bytes_of_a_row <= limit * 2**20 or num_rows == 2**20
 
 
 def test_without_gradients_the_loss_keeps_no_logits():
