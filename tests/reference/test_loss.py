@@ -88,3 +88,16 @@ def test_a_label_outside_the_vocabulary_is_refused(label):
 def test_shapes_that_do_not_fit_are_refused(hidden, weight, labels):
     with pytest.raises(ValueError, match="must be"):
         token_nll(torch.zeros(hidden), torch.zeros(weight), torch.zeros(labels).long())
+
+
+def test_a_long_vocabulary_costs_float32_no_digits():
+    hidden_MD = torch.randn(33, 16)
+    weight_VD = torch.randn(150_000, 16)
+    labels_M = torch.randint(150_000, (33,))
+    tensors = [hidden_MD.requires_grad_(), weight_VD.requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    results = [token_nll(*x, labels_M)[0] for x in (tensors, exact)]
+    assert results[0].item() == pytest.approx(results[1].item(), rel=3e-7)
+    gradients = (torch.autograd.grad(*x) for x in zip(results, (tensors, exact), strict=True))
+    for got, want in zip(*gradients, strict=True):
+        assert (got - want).norm() <= 1e-6 * want.norm()
