@@ -206,11 +206,15 @@ def check_close(check, got, want, start, rounding=MappingProxyType({})):
     for name, end in want.parameters.items():
         began, end = start[name].double(), end.double()
         error = (got.parameters[name].double() - end).norm()
-        allowed = max(1e-5, RATIOS[torch.float32][0] * rounding.get(name, 0.0))
+        noise = rounding.get(name, 0.0)
+        allowed = max(1e-5, RATIOS[torch.float32][0] * noise)
+        because = "1e-5 of its 2-norm" if allowed == 1e-5 else (
+            f"8 times what rounding does, {noise:.1e} of its 2-norm: where a gradient mostly "
+            "cancels, as that of k_proj.bias does, Adam takes its rounding for a direction"
+        )  # fmt: skip
         check(f"parameter after {NUM_UPDATES} updates, error over what is allowed, worst",
-              error / began.norm() / allowed, at_most=1.0, because="1e-5 of its 2-norm, or 8 times "
-              "what rounding does: where a gradient mostly cancels, as that of k_proj.bias does, "
-              f"Adam takes its rounding for a direction; {name}")  # fmt: skip
+              error / began.norm() / allowed, at_most=1.0,
+              because=f"{because}; {name}")  # fmt: skip
         check("way that a parameter went, worst", error / (end - began).norm(), at_most=1e-2,
               because="relative to its own 2-norm: where a gradient is zero but for rounding, "
               "Adam's first step goes either way")  # fmt: skip

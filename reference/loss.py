@@ -16,8 +16,8 @@ def token_nll(hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor) -> tuple[T
     promote(hidden.dtype, float32) and are not rounded in between. Label -100 is no target: no loss,
     no gradient. Without any target the sum is 0.0 with a gradient of zeros.
 
-    By logsumexp(logits) - logits[label], which adds up a long vocabulary in short sums: over 150,000
-    logits in float32 on a CPU, F.cross_entropy is 60 times as far from float64.
+    By logsumexp(logits) - logits[label], which adds up a long vocabulary in short sums: over
+    150,000 logits in float32 on a CPU, F.cross_entropy is 60 times as far from float64.
 
     Returns (nll_sum in nats, float32 or float64; num_tokens, int64), both scalar tensors.
     Raises ValueError on shapes that do not fit or a label outside [0, V) that is not -100.

@@ -3,7 +3,7 @@
 The kernels of token_nll_kernels.py turn a chunk's logits into exponentials; their products are
 torch's. Except in float16 these are S dlogits, S being the sum of a row's exponentials, and each
 product is divided on its smaller side: dhidden = (e W) / S and dW = e^T (hidden / S). The label's
-slope is in neither: dhidden gets its line of W, and dW after the last chunk its rows of hidden.
+slope is in neither: dhidden gets its line of W, and dW (token_nll_weight.py) its rows of hidden.
 """
 
 import torch
@@ -12,20 +12,19 @@ from torch import Tensor
 from candidates.tilelang.dialect import dialect_of, launch
 from candidates.tilelang.matrix import line_multiple, with_padded_lines
 from candidates.tilelang.token_nll_kernels import (
-    FLOAT16_SCALE,
     divides_late,
     logit_gradients,
     logit_tiles,
     vocabulary_tile,
     with_label,
-    with_rows_of_labels,
 )
+from candidates.tilelang.token_nll_weight import WeightGradient, wide_product
 
 # What a chunk needs, unless that made too many: the larger the weight is, the dearer is each
 # addition to its gradient. With 0.9 times the weight training takes no more memory than Liger's.
 LEAST_BYTES, MOST_BYTES, OF_WEIGHT = 400 * 2**20, 640 * 2**20, 0.9
-# Each chunk rounds what was added up to dW before: 26 are 1.75 times as far off as one, and as
-# their number grows small additions are lost.
+# Each chunk rounds what was added up to dW before: 26 are 3 times as far off as one rounding, and
+# as their number grows small additions are lost.
 MOST_CHUNKS = 26
 CHUNK_ROWS = 128  # chunks are multiples of this
 ESTIMATED = 32  # columns of which the largest logit is the estimate
@@ -43,24 +42,23 @@ def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, dtype: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """nll [M], and the gradients of its sum by hidden and weight, empty where not needed."""
-    d, keep, late = dialect_of(hidden), any(needed), divides_late(dtype)
+    d, keep = dialect_of(hidden), any(needed)
     (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
     columns = vocabulary_tile(d, vocabulary, dtype)
-    line = (width if d.on_gpu else 0, dtype)
     num_tiles = -(-vocabulary // columns)
     kept_columns = num_tiles * columns if keep else 1
     nll = hidden.new_empty(num_rows, dtype=torch.float32)
     dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
-    dweight = weight.new_empty(weight.shape if needed[1] else (0,))
     if not num_rows:
-        return nll, dhidden, dweight.zero_()
+        return nll, dhidden, weight.new_zeros(weight.shape if needed[1] else (0,))
+    gradient = WeightGradient(hidden, weight, labels) if needed[1] else None
     # Exponentials; hidden / S; dhidden before it is rounded, in float32.
     bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
     size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
     buffer = hidden.new_empty(min(size, num_rows), kept_columns)
     multiple = line_multiple(d, dtype)
     wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
-    estimates = _estimates(hidden, weight) if late else nll  # not read
+    estimates = _estimates(hidden, weight) if divides_late(dtype) else nll  # not read
     shares, label_slopes = (torch.empty_like(nll) for _ in range(2))
     for first in range(0, num_rows, size):
         rows = slice(first, min(first + size, num_rows))
@@ -79,35 +77,17 @@ def loss_and_gradients(
         )  # fmt: skip
         exponentials = exponentials[:, :vocabulary]
         if needed[0]:
-            product = _wide_product(exponentials, weight)
+            product = wide_product(exponentials, weight)
+            parameters = (width if d.on_gpu else 0, dtype)
             launch(
-                with_label, d, line, product, weight, labels[rows], shares[rows],
+                with_label, d, parameters, product, weight, labels[rows], shares[rows],
                 label_slopes[rows], dhidden[rows],
             )  # fmt: skip
-        if needed[1]:
-            part, alpha = hidden[rows], 1 / FLOAT16_SCALE
-            if late:
-                part, alpha = torch.mul(part, shares[rows, None], out=torch.empty_like(part)), 1.0
-            torch.addmm(
-                dweight, exponentials.T, part, beta=int(first > 0), alpha=alpha, out=dweight
-            )
-    if needed[1]:
-        in_order, order = labels.sort(stable=True)
-        ends = torch.searchsorted(in_order, in_order, right=True, out_int32=True)
-        launch(
-            with_rows_of_labels, d, line, in_order, order.to(torch.int32), ends, hidden,
-            label_slopes, dweight,
-        )  # fmt: skip
-    return nll, dhidden, dweight
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+        if gradient:
+            gradient.add(rows, exponentials, shares[rows])
+    return nll, dhidden, gradient.add_labels(label_slopes) if gradient else weight.new_empty(0)
 
 
 def _estimates(hidden: Tensor, weight: Tensor) -> Tensor:
     """Of each row the largest of the first logits [m], not rounded: it must not be too high."""
-    return _wide_product(hidden, weight[:ESTIMATED].T).amax(1)
+    return wide_product(hidden, weight[:ESTIMATED].T).amax(1)

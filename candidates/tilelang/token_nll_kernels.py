@@ -11,7 +11,8 @@ the second kernel divides.
 
 dlogits is e / S, but p_label - 1 at the label, which is orders larger than all others: it stays in
 float32 and joins each gradient by itself, once. A sum in 16 bits that held it from the first chunk
-on would lose what later chunks add.
+on would lose what later chunks add. Where a label is frequent the two nearly cancel: there the
+third kernel joins them in float32, too.
 """
 
 from typing import Any
@@ -251,20 +252,23 @@ def with_rows_of_labels(d: Dialect, width: int, dtype: str) -> Any:
     """dweight_v += sum over the rows m with label v of label_slopes_m hidden_m, rounded once.
 
     labels [num_rows] are sorted, `order` says which row each was, and `ends` where the run of equal
-    labels ends. The block of the first of a run adds it up in float32, in order of rows. Width 0: D
-    is known at launch.
+    labels ends. The block of the first of a run adds it up in float32, always in the same order.
+    Where `slots` there is not negative, it says which line of `sums`, in float32, to take in the
+    place of dweight's. Width 0: D is known at launch.
     """
     lines, columns = (RUN_LINES, RUN_COLUMNS) if d.on_gpu else (1, CPU_COLUMNS)
-    num_rows, vocabulary = T.dynamic("num_rows"), T.dynamic("vocabulary")
-    width = width or T.dynamic("width")
+    num_rows, num_sums = T.dynamic("num_rows"), T.dynamic("num_sums")
+    vocabulary, width = T.dynamic("vocabulary"), width or T.dynamic("width")
 
     @T.prim_func
     def program(
         labels: T.Tensor((num_rows,), "int64"),
         order: T.Tensor((num_rows,), "int32"),
         ends: T.Tensor((num_rows,), "int32"),
+        slots: T.Tensor((num_rows,), "int32"),
         hidden: T.Tensor((num_rows, width), dtype),
         label_slopes: T.Tensor((num_rows,), "float32"),
+        sums: T.Tensor((num_sums, width), "float32"),
         dweight: T.Tensor((vocabulary, width), dtype),
     ):
         with d.grid(num_rows, T.ceildiv(width, columns)) as (begin, block):
@@ -289,9 +293,12 @@ def with_rows_of_labels(d: Dialect, width: int, dtype: str) -> Any:
                 T.reduce_sum(total, added, dim=0)
                 for j in d.each(columns):
                     if first + j < width:
-                        dweight[labels[begin], first + j] = T.cast(
-                            T.cast(dweight[labels[begin], first + j], "float32") + added[j], dtype
+                        of_others = T.if_then_else(
+                            slots[begin] >= 0,
+                            sums[T.max(slots[begin], 0), first + j],
+                            T.cast(dweight[labels[begin], first + j], "float32"),
                         )
+                        dweight[labels[begin], first + j] = T.cast(of_others + added[j], dtype)
 
     return program
 

@@ -209,6 +209,21 @@ def adds_up_dweight_over_128_chunks_in_the_input_s_dtype(reference):
     return in_chunks(128)
 
 
+@fault(role="token_nll", caught_by=MANY, seen_in="own")
+def takes_labels_away_from_a_rounded_sum(reference):
+    """What softmax adds to dweight is rounded, then the labels' hidden states are taken away: of a
+    frequent token that is predicted, little is left but the rounding.
+    """
+
+    def products(slopes, hidden, weight, upstream):
+        dhidden, _ = right_products(slopes, hidden, weight, upstream)
+        of_labels = slopes.clamp(max=0.0)
+        softmax = ((slopes - of_labels).mT @ wide(hidden)).to(weight.dtype)
+        return dhidden, ((softmax + of_labels.mT @ wide(hidden)) * upstream).to(weight.dtype)
+
+    return loss_kernel(products=products)
+
+
 # --- an estimate of the largest logit ------------------------------------------------------------
 
 

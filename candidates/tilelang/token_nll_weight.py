@@ -1,0 +1,92 @@
+"""The gradient of the loss by the weight, added up over chunks of rows.
+
+dW_v = sum_m p_mv hidden_m - sum over the rows with label v of hidden_m, without the label's own
+p - 1, which is one term in float32. The first sum is added up in dW's own dtype, which is enough
+where there is nothing to cancel. For a frequent label the two sums nearly cancel, so for the 1024
+most frequent labels of a call the first one is in float32 as well: a product with 1024 columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from candidates.tilelang.dialect import dialect_of, dtype_name, launch
+from candidates.tilelang.token_nll_kernels import (
+    FLOAT16_SCALE,
+    divides_late,
+    with_rows_of_labels,
+)
+
+FREQUENT = 1024  # labels; any other has few rows
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows sorted by label: labels [M], the row that each was, the end of its run of equal labels.
+
+    frequent [min(M, FREQUENT)]: the labels of the longest runs; slots [M]: where such a run begins
+    the label's place in `frequent`, else -1.
+    """
+
+    labels: Tensor
+    order: Tensor
+    ends: Tensor
+    slots: Tensor
+    frequent: Tensor
+
+
+def runs_of(labels: Tensor, vocabulary: int) -> Runs:
+    """The runs, without waiting for the device."""
+    in_order, order = labels.sort(stable=True)
+    places = torch.arange(len(labels), device=labels.device)
+    begins, ends = (torch.searchsorted(in_order, in_order, right=right) for right in (False, True))
+    lengths = torch.where((begins == places) & (in_order >= 0), ends - places, 0)
+    # No two are alike, so the choice is always the same.
+    longest = (lengths * len(labels) + places).topk(min(FREQUENT, len(labels))).indices
+    slots = torch.full_like(places, -1)
+    slots[longest] = places[: len(longest)]
+    # What is no label, or a wrong one, must not be read.
+    frequent = in_order[longest].clamp(0, vocabulary - 1)
+    return Runs(in_order, *(x.to(torch.int32) for x in (order, ends, slots)), frequent)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+class WeightGradient:
+    """dW [V, D], in the dtype of hidden [M, D], for labels [M]: every chunk, then the labels."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        self.hidden = hidden
+        self.dweight = torch.empty_like(weight)
+        self.runs = runs_of(labels, len(weight))
+        self.of_frequent = hidden.new_zeros(
+            len(self.runs.frequent), hidden.shape[1], dtype=torch.float32
+        )
+
+    def add(self, rows: slice, exponentials: Tensor, shares: Tensor) -> None:
+        """exponentials [rows, V] times the rows of hidden; their shares [rows] are float32."""
+        part, alpha = self.hidden[rows], 1 / FLOAT16_SCALE
+        if divides_late(dtype_name("token_nll", part)):
+            part, alpha = torch.mul(part, shares[:, None], out=torch.empty_like(part)), 1.0
+        torch.addmm(
+            self.dweight, exponentials.T, part, beta=int(rows.start > 0), alpha=alpha,
+            out=self.dweight,
+        )  # fmt: skip
+        chosen = exponentials.index_select(1, self.runs.frequent)
+        self.of_frequent.add_(wide_product(chosen.T, part), alpha=alpha)
+
+    def add_labels(self, label_slopes: Tensor) -> Tensor:
+        """dW with the rows of each label, times label_slopes [M] in float32."""
+        d, dtype = dialect_of(self.hidden), dtype_name("token_nll", self.hidden)
+        parameters = (self.hidden.shape[1] if d.on_gpu else 0, dtype)
+        launch(
+            with_rows_of_labels, d, parameters, self.runs.labels, self.runs.order, self.runs.ends,
+            self.runs.slots, self.hidden, label_slopes, self.of_frequent, self.dweight,
+        )  # fmt: skip
+        return self.dweight
