@@ -9,7 +9,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 # The gates of the operators, which TileLang's programs pass on the CPU too. (Their faults were
 # planted in the run before.)
 OPERATORS := $(addprefix gates/m4_, rms_norm.py rope.py swiglu.py linear.py attention.py \
-                                    token_nll.py memory.py repeats.py)
+                                    token_nll.py token_nll_rows.py memory.py repeats.py)
 
 .PHONY: gates test lint lock clean
 

@@ -33,6 +33,7 @@ from candidates.tilelang import (
     rope,
     swiglu,
     token_nll_kernels,
+    token_nll_weight,
 )
 from candidates.tilelang.dialect import Dialect, options_of
 from candidates.tilelang.presets import PRESETS, Preset
@@ -80,7 +81,7 @@ def kernels(p: Preset) -> Iterator[Kernel]:
         yield token_nll_kernels.logit_tiles, (p.vocabulary, p.width, dtype, keep)
         yield token_nll_kernels.logit_gradients, (p.vocabulary, columns, dtype, keep)
     yield token_nll_kernels.with_label, (p.width, dtype)
-    yield token_nll_kernels.with_rows_of_labels, (p.width, dtype)
+    yield token_nll_weight.with_rows_of_labels, (p.width, dtype)
     yield token_nll_kernels.scaled, (8, dtype)
     yield matrix.matrix_product, ((0, p.width, p.width), (False, True), "float32", True)
     yield attention.attention_forward, _attention_parameters(p, "float32", True)

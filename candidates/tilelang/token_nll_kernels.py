@@ -27,7 +27,6 @@ BLOCKS = 4  # on a processor, of the float32 products
 THREADS = 256  # of the second kernel
 CPU_COLUMNS = 64
 TILES = 16  # of a row that one step of the second kernel multiplies
-RUN_LINES, RUN_COLUMNS = 16, 256  # the tile of a sum over rows of one label
 HEADROOM = 40.0  # nats over the estimate: e^40 V, times a weight of 1e15, is within float32
 FLOAT16_SCALE = 16.0  # keeps 1 / V of a large vocabulary out of float16's subnormal numbers
 LOG2_E = 1.4426950408889634
@@ -244,61 +243,6 @@ def with_label(d: Dialect, width: int, dtype: str) -> Any:
                             + T.cast(of_label, "float32") * label_slopes[row],
                             dtype,
                         )
-
-    return program
-
-
-def with_rows_of_labels(d: Dialect, width: int, dtype: str) -> Any:
-    """dweight_v += sum over the rows m with label v of label_slopes_m hidden_m, rounded once.
-
-    labels [num_rows] are sorted, `order` says which row each was, and `ends` where the run of equal
-    labels ends. The block of the first of a run adds it up in float32, always in the same order.
-    Where `slots` there is not negative, it says which line of `sums`, in float32, to take in the
-    place of dweight's. Width 0: D is known at launch.
-    """
-    lines, columns = (RUN_LINES, RUN_COLUMNS) if d.on_gpu else (1, CPU_COLUMNS)
-    num_rows, num_sums = T.dynamic("num_rows"), T.dynamic("num_sums")
-    vocabulary, width = T.dynamic("vocabulary"), width or T.dynamic("width")
-
-    @T.prim_func
-    def program(
-        labels: T.Tensor((num_rows,), "int64"),
-        order: T.Tensor((num_rows,), "int32"),
-        ends: T.Tensor((num_rows,), "int32"),
-        slots: T.Tensor((num_rows,), "int32"),
-        hidden: T.Tensor((num_rows, width), dtype),
-        label_slopes: T.Tensor((num_rows,), "float32"),
-        sums: T.Tensor((num_sums, width), "float32"),
-        dweight: T.Tensor((vocabulary, width), dtype),
-    ):
-        with d.grid(num_rows, T.ceildiv(width, columns)) as (begin, block):
-            first = block * columns
-            total = d.registers((lines, columns), "float32")
-            added = d.registers((columns,), "float32")
-            row = d.registers((lines,), "int32")
-            slope = d.registers((lines,), "float32")
-            if labels[begin] >= 0 and (begin == 0 or labels[T.max(begin - 1, 0)] < labels[begin]):
-                T.fill(total, 0)
-                for step in T.serial(T.ceildiv(ends[begin] - begin, lines)):
-                    for i in d.each(lines):
-                        place = begin + step * lines + i
-                        row[i] = order[T.min(place, num_rows - 1)]
-                        slope[i] = T.if_then_else(place < ends[begin], label_slopes[row[i]], 0.0)
-                    for i, j in d.each(lines, columns):
-                        if first + j < width:
-                            total[i, j] = (
-                                total[i, j]
-                                + T.cast(hidden[row[i], first + j], "float32") * slope[i]
-                            )
-                T.reduce_sum(total, added, dim=0)
-                for j in d.each(columns):
-                    if first + j < width:
-                        of_others = T.if_then_else(
-                            slots[begin] >= 0,
-                            sums[T.max(slots[begin], 0), first + j],
-                            T.cast(dweight[labels[begin], first + j], "float32"),
-                        )
-                        dweight[labels[begin], first + j] = T.cast(of_others + added[j], dtype)
 
     return program
 

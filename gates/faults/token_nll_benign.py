@@ -8,12 +8,10 @@ from gates.faults.kernels import wide
 from gates.faults.token_nll_kernels import (
     IGNORED,
     LOGITS,
-    MANY,
     PEAKS,
     RUNG,
     SHAPES,
     SUMS,
-    in_chunks,
     loss_kernel,
     right_products,
 )
@@ -80,13 +78,3 @@ def rounds_slopes_to_the_input_s_dtype(reference):
         return right_products(narrow, hidden, weight, upstream)
 
     return loss_kernel(products=products)
-
-
-@benign(
-    role="token_nll",
-    accepted_by=MANY,
-    because="a few roundings of a sum are about as good as one; memory is worth them",
-)
-def adds_up_dweight_over_4_chunks_in_the_input_s_dtype(reference):
-    """Each of 4 chunks rounds all that was added up before it."""
-    return in_chunks(4)

@@ -12,11 +12,7 @@ from reference.loss import NO_TARGET
 LOSS = "m4_token_nll::"
 SHAPES, LOGITS, IGNORED = f"{LOSS}test_shapes", f"{LOSS}test_logits", f"{LOSS}test_ignored"
 PEAKS = f"{LOSS}test_peaks"
-SUMS, MANY, RUNG = (
-    f"{LOSS}test_gradients_sum_to_zero",
-    f"{LOSS}test_many_rows",
-    f"{LOSS}test_models[rung]",
-)
+SUMS, RUNG = f"{LOSS}test_gradients_sum_to_zero", f"{LOSS}test_models[rung]"
 
 
 def right_logits(hidden, weight):
@@ -175,55 +171,6 @@ def adds_up_dweight_over_chunks_in_8_bits(reference):
     return loss_kernel(products=products)
 
 
-def in_chunks(num_chunks):
-    """The loss of one chunk of rows after another; dweight in the input's dtype in between."""
-
-    class Chunks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, hidden, weight, labels):
-            total, dhidden, dweight = 0.0, [], torch.zeros_like(weight)
-            size = -(-len(hidden) // num_chunks)
-            for rows, chosen in zip(hidden.split(size), labels.split(size), strict=True):
-                logits = right_logits(rows, weight)
-                total = total + right_values(logits, chosen).sum()
-                one = right_products(right_slopes(logits, chosen), rows, weight, 1.0)
-                dhidden.append(one[0])
-                dweight += one[1]
-            ctx.save_for_backward(torch.cat(dhidden), dweight)
-            return total
-
-        @staticmethod
-        def backward(ctx, upstream):
-            dhidden, dweight = ctx.saved_tensors
-            return (dhidden * upstream).to(dhidden), (dweight * upstream).to(dweight), None
-
-    def token_nll(hidden, weight, labels):
-        return Chunks.apply(hidden, weight.to(hidden.dtype), labels), (labels != NO_TARGET).sum()
-
-    return token_nll
-
-
-@fault(role="token_nll", caught_by=MANY, seen_in="linkedin/Liger-Kernel PR#830")
-def adds_up_dweight_over_128_chunks_in_the_input_s_dtype(reference):
-    """Each of 128 chunks rounds all that was added up before it."""
-    return in_chunks(128)
-
-
-@fault(role="token_nll", caught_by=MANY, seen_in="own")
-def takes_labels_away_from_a_rounded_sum(reference):
-    """What softmax adds to dweight is rounded, then the labels' hidden states are taken away: of a
-    frequent token that is predicted, little is left but the rounding.
-    """
-
-    def products(slopes, hidden, weight, upstream):
-        dhidden, _ = right_products(slopes, hidden, weight, upstream)
-        of_labels = slopes.clamp(max=0.0)
-        softmax = ((slopes - of_labels).mT @ wide(hidden)).to(weight.dtype)
-        return dhidden, ((softmax + of_labels.mT @ wide(hidden)) * upstream).to(weight.dtype)
-
-    return loss_kernel(products=products)
-
-
 # --- an estimate of the largest logit ------------------------------------------------------------
 
 
@@ -335,20 +282,6 @@ def counts_ignored_rows(reference):
     def token_nll(hidden, weight, labels):
         nll_sum, num_tokens = loss_kernel()(hidden, weight, labels)
         return nll_sum, torch.full_like(num_tokens, len(labels))
-
-    return token_nll
-
-
-@fault(role="token_nll", caught_by=MANY, seen_in="fla-org/flash-linear-attention PR#1082")
-def wraps_row_offsets(reference):
-    """Offsets into the logits wrap: at 2^31 for many rows, here at 2^15 for few."""
-
-    def token_nll(hidden, weight, labels):
-        limit = 2**31 if len(labels) * len(weight) > 2**31 else 2**15
-        last = limit // len(weight)  # the first row whose offset does not fit reads row 0
-        rows = torch.arange(len(labels), device=labels.device)
-        return reference.token_nll(hidden[torch.where(rows < last, rows, rows - last)], weight,
-                                   labels)  # fmt: skip
 
     return token_nll
 
