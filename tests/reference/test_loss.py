@@ -101,3 +101,26 @@ def test_a_long_vocabulary_costs_float32_no_digits():
     gradients = (torch.autograd.grad(*x) for x in zip(results, (tensors, exact), strict=True))
     for got, want in zip(*gradients, strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
+def test_logits_far_from_zero_are_as_near_as_by_cross_entropy(offset):
+    hidden_MD, weight_VD = torch.randn(131, 64), torch.randn(131, 64) / 4
+    hidden_MD[:, 0], weight_VD[:, 0] = 1.0, offset
+    labels_M = torch.randint(131, (131,))
+
+    def by_cross_entropy(hidden_MD, weight_VD, labels_M):
+        logits_MV = hidden_MD @ weight_VD.T
+        return torch.nn.functional.cross_entropy(logits_MV, labels_M, reduction="sum"), None
+
+    def gradient(function, dtype):
+        hidden = hidden_MD.to(dtype).requires_grad_()
+        nll_sum, _ = function(hidden, weight_VD.to(dtype), labels_M)
+        return torch.autograd.grad(nll_sum, hidden)[0].double()
+
+    exact = gradient(by_cross_entropy, torch.float64)
+    ours, theirs = (
+        (gradient(function, torch.float32) - exact).norm()
+        for function in (token_nll, by_cross_entropy)
+    )
+    assert ours <= 2 * theirs
