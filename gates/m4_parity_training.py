@@ -17,6 +17,7 @@ from gates.m4_parity_forward import MANY, OPERATORS, SHAPES, built, random_batch
 from gates.operators import RATIOS
 from harness import gate
 from harness.compare import relative_error
+from reference.config import DecoderConfig
 from reference.schedule import Schedule
 from reference.update import TrainState, UpdateSettings
 from reference.window import Window
@@ -70,6 +71,15 @@ def updates_of_stack(
         records.append(stack.update_window(training, window, stack, settings))
     parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
     return Trajectory([r.loss_nats for r in records], [r.grad_norm for r in records], parameters)
+
+
+def updates_of_oracle(
+    config: DecoderConfig, weights: Mapping[str, Tensor], windows: Sequence[Sequence[twins.Batch]]
+) -> Trajectory:
+    """The same by the reference in float64 on the CPU."""
+    model = built(probes.REFERENCE, config, weights, "cpu").double()
+    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
+    return updates_of_stack(probes.REFERENCE, model, on_cpu)
 
 
 def updates_of_twin(
@@ -147,10 +157,7 @@ def known_float32(case, seed, device):
     plain = updates_of_stack(
         probes.REFERENCE, built(probes.REFERENCE, config, weights, device), windows
     )
-    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
-    oracle = updates_of_stack(
-        probes.REFERENCE, built(probes.REFERENCE, config, weights, "cpu").double(), on_cpu
-    )
+    oracle = updates_of_oracle(config, weights, windows)
     rounding = {
         name: max(relative_error(found.parameters[name], end) for found in (want, plain))
         for name, end in oracle.parameters.items()
@@ -165,9 +172,7 @@ def known_bfloat16(case, seed, device):
     config = SHAPES[name]
     weights = twins.random_weights(config, rng, torch.bfloat16)
     windows = windows_of(rng, config, layout, device, MANY)
-    on_cpu = [[batch.to("cpu") for batch in batches] for batches in windows]
-    oracle_model = built(probes.REFERENCE, config, weights, "cpu").double()
-    oracle = updates_of_stack(probes.REFERENCE, oracle_model, on_cpu)
+    oracle = updates_of_oracle(config, weights, windows)
     twin = twins.load(twins.build(config, torch.bfloat16, device), weights)
     return weights, windows, oracle, updates_of_twin(twin, windows)
 

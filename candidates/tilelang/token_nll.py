@@ -151,8 +151,9 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
 
     The gradients are computed here, while the logits of a chunk are at hand, and the backward
     multiplies them by the cotangent. A chunk takes 400 to 640 MiB, and more where there would
-    be more than 26 of them: the gradient of weight is added up over the chunks in its own dtype.
-    The labels are checked on the device and the host waits for the answer.
+    be more than 26 of them: the gradient of weight is added up over the chunks in its own dtype,
+    for frequent labels in float32. The labels are checked on the device and the host waits for the
+    answer.
 
     Raises ValueError on shapes, dtypes or devices that do not fit, and for a label outside [0, V)
     that is not -100.

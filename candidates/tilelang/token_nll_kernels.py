@@ -11,8 +11,8 @@ the second kernel divides.
 
 dlogits is e / S, but p_label - 1 at the label, which is orders larger than all others: it stays in
 float32 and joins each gradient by itself, once. A sum in 16 bits that held it from the first chunk
-on would lose what later chunks add. Where a label is frequent the two nearly cancel: there the
-third kernel joins them in float32, too.
+on would lose what later chunks add. Where a label is frequent the two nearly cancel: see
+token_nll_weight.py.
 """
 
 from typing import Any

@@ -116,7 +116,7 @@ class WeightGradient:
     """dW [V, D], in the dtype of hidden [M, D], for labels [M]: every chunk, then the labels."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-        self.hidden = hidden
+        self.hidden, self.dtype = hidden, dtype_name("token_nll", hidden)
         self.dweight = torch.empty_like(weight)
         self.runs = runs_of(labels, len(weight))
         self.of_frequent = hidden.new_zeros(
@@ -126,7 +126,7 @@ class WeightGradient:
     def add(self, rows: slice, exponentials: Tensor, shares: Tensor) -> None:
         """exponentials [rows, V] times the rows of hidden; their shares [rows] are float32."""
         part, alpha = self.hidden[rows], 1 / FLOAT16_SCALE
-        if divides_late(dtype_name("token_nll", part)):
+        if divides_late(self.dtype):
             part, alpha = torch.mul(part, shares[:, None], out=torch.empty_like(part)), 1.0
         torch.addmm(
             self.dweight, exponentials.T, part, beta=int(rows.start > 0), alpha=alpha,
@@ -137,8 +137,8 @@ class WeightGradient:
 
     def add_labels(self, label_slopes: Tensor) -> Tensor:
         """dW with the rows of each label, times label_slopes [M] in float32."""
-        d, dtype = dialect_of(self.hidden), dtype_name("token_nll", self.hidden)
-        parameters = (self.hidden.shape[1] if d.on_gpu else 0, dtype)
+        d = dialect_of(self.hidden)
+        parameters = (self.hidden.shape[1] if d.on_gpu else 0, self.dtype)
         launch(
             with_rows_of_labels, d, parameters, self.runs.labels, self.runs.order, self.runs.ends,
             self.runs.slots, self.hidden, label_slopes, self.of_frequent, self.dweight,
