@@ -66,8 +66,10 @@ def outcome_of(stack, model, batch, device, gradients=False):
 
 def twin(dtype, device):
     gc.collect()
+    # Its eager softmax is float32 whatever the dtype; with float64's masks that is NaN.
+    attention = "sdpa" if dtype == torch.float64 else "eager"
     return twins.require_transformers().AutoModelForCausalLM.from_pretrained(
-        twins.smollm2_folder(), dtype=dtype, attn_implementation="eager", local_files_only=True
+        twins.smollm2_folder(), dtype=dtype, attn_implementation=attention, local_files_only=True
     ).to(device)  # fmt: skip
 
 
@@ -83,8 +85,23 @@ def outcome_of_twin(name, dtype, device, gradients=False):
 
 
 @functools.lru_cache(maxsize=1)
+def gradients_of_twin(device):
+    """Its outcomes in float64, on the CPU where the device lacks that, and in float32, settled."""
+    where = outcomes.place(device)
+    model, batch = twin(torch.float64, where), text(*TEXTS["padded"]).to(where)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32  # half the memory, and an error of 3e-8
+    exact = outcomes.of_twin(model, batch, gradients=True, group=GROUP, kept_on=where)
+    del model
+    model, batch = twin(torch.float32, device), batch.to(device)
+    plain = outcomes.of_twin(model, batch, gradients=True, group=GROUP, kept_on=where)
+    return exact, parity.settled(plain, exact)
+
+
+@functools.lru_cache(maxsize=1)
 def trained_twin(device):
-    outcome_of_twin.cache_clear()  # its gradients, which no gate after this asks for
+    outcome_of_twin.cache_clear()  # their gradients, which no gate after this asks for
+    gradients_of_twin.cache_clear()
     gc.collect()
     found = updates_of_twin(twin(torch.float32, device), windows(device), SETTINGS)
     gc.collect()  # the moments, which are in a cycle with their optimizer
@@ -147,25 +164,23 @@ def test_values(stack, name, device, check):
 
 
 @gate(
-    claim="with SmolLM2's weights, in float32, the gradient of every parameter is that of "
-    "transformers to 2e-4, and the whole one to 2e-5",
+    claim="with SmolLM2's weights, in float32, the error of every gradient against transformers in "
+    "float64 is at most 2.7 times that of transformers in float32",
     roles=["load_pretrained", "build_model", *OPERATORS],
-    not_claimed="1e-5 for every parameter: with activations of 20,000 either is good to 3e-5 on a "
-    "CPU, and with products of its own on a GPU 1.03e-4 from the other",
+    not_claimed="an error of 1e-5: with activations of 20,000 transformers' own are up to 3e-5 on "
+    "a CPU and, with the sums of a GPU's matrix products, 9e-4 on an H200",
     source=f"{SOURCE}, with the loss of its logits in float64",
 )
 def test_gradients(stack, device, check):
-    want = outcome_of_twin("padded", torch.float32, device, gradients=True)
+    exact, plain = gradients_of_twin(device)
     model = loaded(stack, device)
     batch = text(*TEXTS["padded"]).to(device)
     got = outcome_of(stack, model, batch, device, gradients=True)
-    parity.check_names(check, got, want)
-    errors = parity.gradient_errors(got, want)
-    for name, error in errors.items():
-        check("gradient of a parameter, worst", error, at_most=2e-4,
-              because=f"relative to its 2-norm; float32 on both sides; {name}")  # fmt: skip
-    check("whole gradient", whole(errors, want), at_most=2e-5,
-          because="relative to its 2-norm; float32 on both sides")  # fmt: skip
+    # Sums term by term, as TileLang's on a CPU, have 1.3 times its error, 2.2 in the worst matrix.
+    parity.check_gradient_ratios(check, got, plain, exact, k=2.0, whose="transformers")
+    check("whole gradient", whole(parity.gradient_errors(got, exact), exact), at_most=1e-4,
+          because="relative to its 2-norm; transformers in float32: 3e-6 on a CPU, 5e-5 on an "
+          "H200")  # fmt: skip
 
 
 def whole(errors, want):

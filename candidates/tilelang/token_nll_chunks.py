@@ -51,7 +51,7 @@ def loss_and_gradients(
     dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
     if not num_rows:
         return nll, dhidden, weight.new_zeros(weight.shape if needed[1] else (0,))
-    gradient = WeightGradient(hidden, weight, labels) if needed[1] else None
+    gradient: WeightGradient | None = None
     # Exponentials; hidden / S; dhidden before it is rounded, in float32.
     bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
     size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
@@ -83,7 +83,9 @@ def loss_and_gradients(
                 with_label, d, parameters, product, weight, labels[rows], shares[rows],
                 label_slopes[rows], dhidden[rows],
             )  # fmt: skip
-        if gradient:
+        if needed[1]:
+            # Not before: it takes twenty small kernels, and the device now works meanwhile.
+            gradient = gradient or WeightGradient(hidden, weight, labels)
             gradient.add(rows, exponentials, shares[rows])
     return nll, dhidden, gradient.add_labels(label_slopes) if gradient else weight.new_empty(0)
 
