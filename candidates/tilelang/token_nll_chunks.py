@@ -18,6 +18,7 @@ from candidates.tilelang.token_nll_kernels import (
     vocabulary_tile,
     with_label,
 )
+from candidates.tilelang.token_nll_labels import LabelCheck
 from candidates.tilelang.token_nll_weight import WeightGradient, wide_product
 
 # What a chunk needs, unless that made too many: the larger the weight is, the dearer is each
@@ -41,7 +42,10 @@ def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int, bytes_of_weight: int) -
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, dtype: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """nll [M], and the gradients of its sum by hidden and weight, empty where not needed."""
+    """nll [M], and the gradients of its sum by hidden and weight, empty where not needed.
+
+    Raises ValueError for a label outside [0, V) that is not NO_TARGET.
+    """
     d, keep = dialect_of(hidden), any(needed)
     (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
     columns = vocabulary_tile(d, vocabulary, dtype)
@@ -51,7 +55,7 @@ def loss_and_gradients(
     dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
     if not num_rows:
         return nll, dhidden, weight.new_zeros(weight.shape if needed[1] else (0,))
-    gradient: WeightGradient | None = None
+    check = gradient = None
     # Exponentials; hidden / S; dhidden before it is rounded, in float32.
     bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
     size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
@@ -83,11 +87,14 @@ def loss_and_gradients(
                 with_label, d, parameters, product, weight, labels[rows], shares[rows],
                 label_slopes[rows], dhidden[rows],
             )  # fmt: skip
-        if needed[1]:
-            # Not before: it takes twenty small kernels, and the device now works meanwhile.
-            gradient = gradient or WeightGradient(hidden, weight, labels)
+        if not first:  # dozens of small kernels; the device is at work while they are launched
+            check = LabelCheck(labels, vocabulary)
+            gradient = WeightGradient(hidden, weight, labels) if needed[1] else None
+        if gradient:
             gradient.add(rows, exponentials, shares[rows])
-    return nll, dhidden, gradient.add_labels(label_slopes) if gradient else weight.new_empty(0)
+    dweight = gradient.add_labels(label_slopes) if gradient else weight.new_empty(0)
+    check.raise_if_wrong()
+    return nll, dhidden, dweight
 
 
 def _estimates(hidden: Tensor, weight: Tensor) -> Tensor:
