@@ -149,7 +149,10 @@ def _base(name: str) -> str:
 
 
 def variants_beside(module: ModuleType) -> Iterator[Variant]:
-    """Every fault and benign variant in the ``faults`` package beside a gate's module."""
+    """Every fault and benign variant in the ``faults`` package beside a gate's module.
+
+    One that a second module of the package imports is the same one.
+    """
     name = f"{module.__package__}.faults" if module.__package__ else "faults"
     try:
         package = importlib.import_module(name)
@@ -157,6 +160,8 @@ def variants_beside(module: ModuleType) -> Iterator[Variant]:
         if error.name == name:
             return
         raise
+    found = dict[int, Variant]()
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         family = importlib.import_module(f"{name}.{info.name}")
-        yield from (value for value in vars(family).values() if isinstance(value, Variant))
+        found |= {id(value): value for value in vars(family).values() if isinstance(value, Variant)}
+    yield from found.values()

@@ -133,3 +133,10 @@ def test_a_gate_that_could_not_fail_is_not_collected(toy, source, message):
     assert result.ret == 1
     assert toy.end()["verdict"] == "FAILED"
     result.stdout.fnmatch_lines([f"*{message}*"])
+
+
+def test_a_fault_that_another_family_imports_is_planted_once(toy_of):
+    toy = toy_of(FAULT, role="lambda x: x * x")
+    (toy.path / "faults" / "another.py").write_text("from faults.toy import wrong\n")
+    assert toy.run().ret == 0
+    assert toy.verdicts("fault") == ["FAIL", "FAIL"]
