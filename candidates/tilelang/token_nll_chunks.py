@@ -39,6 +39,63 @@ def _rows_of_a_chunk(num_rows: int, bytes_of_a_row: int, bytes_of_weight: int) -
     return -(-num_rows // (num_chunks * CHUNK_ROWS)) * CHUNK_ROWS
 
 
+class Chunks:
+    """The rows in chunks of `size`, and what the kernels make of the logits of one.
+
+    nll, shares and label_slopes, [M] in float32, are filled chunk by chunk.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: str, keep: bool
+    ) -> None:
+        self.d, self.dtype, self.keep = dialect_of(hidden), dtype, keep
+        self.weight, self.labels = weight, labels
+        (num_rows, width), self.vocabulary = hidden.shape, weight.shape[0]
+        self.compiled_width = width if self.d.on_gpu else 0
+        self.columns = vocabulary_tile(self.d, self.vocabulary, dtype)
+        self.num_tiles = -(-self.vocabulary // self.columns)
+        kept_columns = self.num_tiles * self.columns if keep else 1
+        # Exponentials; hidden / S; dhidden before it is rounded, in float32.
+        bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
+        self.size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
+        self.buffer = hidden.new_empty(min(self.size, num_rows), kept_columns)
+        multiple = line_multiple(self.d, dtype)
+        self.wide_hidden, self.wide_weight = (
+            with_padded_lines(x, multiple) for x in (hidden, weight)
+        )
+        self.nll, self.shares, self.label_slopes = (
+            hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(3)
+        )
+        self.estimates = _estimates(hidden, weight) if divides_late(dtype) else self.nll  # not read
+
+    def exponentials(self, rows: slice) -> Tensor:
+        """Those of the rows, [rows, V]; of no use where they are not kept for a gradient."""
+        num = rows.stop - rows.start
+        bases, sums = (self.nll.new_empty(num, self.num_tiles) for _ in range(2))
+        label_logits = self.nll.new_empty(num)
+        kept = self.buffer[:num]
+        parameters = (self.vocabulary, self.compiled_width, self.dtype, self.keep)
+        launch(
+            logit_tiles, self.d, parameters, self.wide_hidden[rows], self.wide_weight,
+            self.labels[rows], self.estimates[rows], bases, sums, label_logits, kept,
+        )  # fmt: skip
+        parameters = (self.vocabulary, self.columns, self.dtype, self.keep)
+        launch(
+            logit_gradients, self.d, parameters, self.labels[rows], bases, sums, label_logits,
+            kept.view(num, -1, self.columns if self.keep else 1), self.shares[rows],
+            self.label_slopes[rows], self.nll[rows],
+        )  # fmt: skip
+        return kept[:, : self.vocabulary]
+
+    def hidden_gradient(self, rows: slice, exponentials: Tensor, dhidden: Tensor) -> None:
+        """dhidden [rows, D] from the exponentials and the label's line of W, rounded once."""
+        launch(
+            with_label, self.d, (self.compiled_width, self.dtype),
+            wide_product(exponentials, self.weight), self.weight, self.labels[rows],
+            self.shares[rows], self.label_slopes[rows], dhidden,
+        )  # fmt: skip
+
+
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, dtype: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,55 +103,26 @@ def loss_and_gradients(
 
     Raises ValueError for a label outside [0, V) that is not NO_TARGET.
     """
-    d, keep = dialect_of(hidden), any(needed)
-    (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
-    columns = vocabulary_tile(d, vocabulary, dtype)
-    num_tiles = -(-vocabulary // columns)
-    kept_columns = num_tiles * columns if keep else 1
-    nll = hidden.new_empty(num_rows, dtype=torch.float32)
+    num_rows = len(hidden)
     dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
     if not num_rows:
+        nll = hidden.new_empty(0, dtype=torch.float32)
         return nll, dhidden, weight.new_zeros(weight.shape if needed[1] else (0,))
+    chunks = Chunks(hidden, weight, labels, dtype, keep=any(needed))
     check = gradient = None
-    # Exponentials; hidden / S; dhidden before it is rounded, in float32.
-    bytes_of_a_row = (kept_columns + width) * hidden.element_size() + width * 4
-    size = _rows_of_a_chunk(num_rows, bytes_of_a_row, weight.nbytes)
-    buffer = hidden.new_empty(min(size, num_rows), kept_columns)
-    multiple = line_multiple(d, dtype)
-    wide_hidden, wide_weight = (with_padded_lines(x, multiple) for x in (hidden, weight))
-    estimates = _estimates(hidden, weight) if divides_late(dtype) else nll  # not read
-    shares, label_slopes = (torch.empty_like(nll) for _ in range(2))
-    for first in range(0, num_rows, size):
-        rows = slice(first, min(first + size, num_rows))
-        num = rows.stop - first
-        bases, sums = (nll.new_empty(num, num_tiles) for _ in range(2))
-        label_logits = nll.new_empty(num)
-        exponentials = buffer[:num]
-        launch(
-            logit_tiles, d, (vocabulary, width if d.on_gpu else 0, dtype, keep), wide_hidden[rows],
-            wide_weight, labels[rows], estimates[rows], bases, sums, label_logits, exponentials,
-        )  # fmt: skip
-        tiles = exponentials.view(num, -1, columns if keep else 1)
-        launch(
-            logit_gradients, d, (vocabulary, columns, dtype, keep), labels[rows], bases, sums,
-            label_logits, tiles, shares[rows], label_slopes[rows], nll[rows],
-        )  # fmt: skip
-        exponentials = exponentials[:, :vocabulary]
+    for first in range(0, num_rows, chunks.size):
+        rows = slice(first, min(first + chunks.size, num_rows))
+        exponentials = chunks.exponentials(rows)
         if needed[0]:
-            product = wide_product(exponentials, weight)
-            parameters = (width if d.on_gpu else 0, dtype)
-            launch(
-                with_label, d, parameters, product, weight, labels[rows], shares[rows],
-                label_slopes[rows], dhidden[rows],
-            )  # fmt: skip
+            chunks.hidden_gradient(rows, exponentials, dhidden[rows])
         if not first:  # dozens of small kernels; the device is at work while they are launched
-            check = LabelCheck(labels, vocabulary)
+            check = LabelCheck(labels, chunks.vocabulary)
             gradient = WeightGradient(hidden, weight, labels) if needed[1] else None
         if gradient:
-            gradient.add(rows, exponentials, shares[rows])
-    dweight = gradient.add_labels(label_slopes) if gradient else weight.new_empty(0)
+            gradient.add(rows, exponentials, chunks.shares[rows])
+    dweight = gradient.add_labels(chunks.label_slopes) if gradient else weight.new_empty(0)
     check.raise_if_wrong()
-    return nll, dhidden, dweight
+    return chunks.nll, dhidden, dweight
 
 
 def _estimates(hidden: Tensor, weight: Tensor) -> Tensor:
