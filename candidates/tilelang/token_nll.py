@@ -21,7 +21,7 @@ from candidates.tilelang.dialect import (
 from candidates.tilelang.saved import may_write_over
 from candidates.tilelang.token_nll_chunks import loss_and_gradients
 from candidates.tilelang.token_nll_kernels import scaled
-from candidates.tilelang.token_nll_labels import NO_TARGET
+from candidates.tilelang.token_nll_labels import NO_TARGET, LabelCheck
 
 
 @torch.library.custom_op(f"{NAMESPACE}::token_nll", mutates_args=())
@@ -30,10 +30,12 @@ def _token_nll(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """nll_sum, num_tokens, and the gradients of nll_sum; empty where not needed."""
     labels, dtype = dense(labels), dtype_name("token_nll", hidden)
+    check = LabelCheck(labels, weight.shape[0])
     with torch.autocast(labels.device.type, enabled=False):  # its products are of its own dtypes
         nll, dhidden, dweight = loss_and_gradients(
             dense(hidden), dense(weight), labels, dtype, (needed[0], needed[1])
         )
+    check.raise_if_wrong()
     nll_sum = nll.sum(dtype=torch.float64).to(torch.float32)
     return nll_sum, (labels != NO_TARGET).sum(), dhidden, dweight
 

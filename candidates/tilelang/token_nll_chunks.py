@@ -18,7 +18,6 @@ from candidates.tilelang.token_nll_kernels import (
     vocabulary_tile,
     with_label,
 )
-from candidates.tilelang.token_nll_labels import LabelCheck
 from candidates.tilelang.token_nll_weight import WeightGradient, wide_product
 
 # What a chunk needs, unless that made too many: the larger the weight is, the dearer is each
@@ -68,7 +67,7 @@ class Chunks:
         )
         self.estimates = _estimates(hidden, weight) if divides_late(dtype) else self.nll  # not read
 
-    def exponentials(self, rows: slice) -> Tensor:
+    def exponentials_of(self, rows: slice) -> Tensor:
         """Those of the rows, [rows, V]; of no use where they are not kept for a gradient."""
         num = rows.stop - rows.start
         bases, sums = (self.nll.new_empty(num, self.num_tiles) for _ in range(2))
@@ -99,29 +98,24 @@ class Chunks:
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, dtype: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """nll [M], and the gradients of its sum by hidden and weight, empty where not needed.
-
-    Raises ValueError for a label outside [0, V) that is not NO_TARGET.
-    """
+    """nll [M], and the gradients of its sum by hidden and weight, empty where not needed."""
     num_rows = len(hidden)
     dhidden = hidden.new_empty(hidden.shape if needed[0] else (0,))
     if not num_rows:
         nll = hidden.new_empty(0, dtype=torch.float32)
         return nll, dhidden, weight.new_zeros(weight.shape if needed[1] else (0,))
     chunks = Chunks(hidden, weight, labels, dtype, keep=any(needed))
-    check = gradient = None
+    gradient = None
     for first in range(0, num_rows, chunks.size):
         rows = slice(first, min(first + chunks.size, num_rows))
-        exponentials = chunks.exponentials(rows)
+        exponentials = chunks.exponentials_of(rows)
         if needed[0]:
             chunks.hidden_gradient(rows, exponentials, dhidden[rows])
-        if not first:  # dozens of small kernels; the device is at work while they are launched
-            check = LabelCheck(labels, chunks.vocabulary)
-            gradient = WeightGradient(hidden, weight, labels) if needed[1] else None
-        if gradient:
+        if needed[1]:
+            # Some 30 small kernels sort the labels: by now the device is at work meanwhile.
+            gradient = gradient or WeightGradient(hidden, weight, labels)
             gradient.add(rows, exponentials, chunks.shares[rows])
     dweight = gradient.add_labels(chunks.label_slopes) if gradient else weight.new_empty(0)
-    check.raise_if_wrong()
     return chunks.nll, dhidden, dweight
 
 

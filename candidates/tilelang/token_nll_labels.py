@@ -17,12 +17,12 @@ class LabelCheck:
         self.some_wrong.copy_(self.wrong.any(), non_blocking=True)
         self.answered = torch.cuda.Event() if labels.is_cuda else None
         if self.answered:
-            self.answered.record()
+            self.answered.record(torch.cuda.current_stream(labels.device))
 
     def raise_if_wrong(self) -> None:
         """Raises ValueError with the first wrong label.
 
-        Where more kernels are queued behind the question, the device works on while this waits.
+        The device works on at what was queued behind the question while this waits.
         """
         if self.answered:
             self.answered.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gates import outcomes
 from gates.faults.linear_kernels import linear_kernel, multiplies_in_tensor_float_32
 from harness import benign, fault
 
@@ -17,8 +18,13 @@ def keeps_10_bits_of_float32(reference):
 @benign(
     role="linear",
     accepted_by=GRADIENTS,
-    because="nearer than transformers: where both are judged by float32 products, they look wrong",
+    because="what rounds less may differ from transformers by all of transformers' error",
 )
 def multiplies_in_float64(reference):
     """Products and their sums in float64, rounded once."""
-    return linear_kernel(*3 * [lambda a, b: (a.double() @ b.double().mT).to(a.dtype)])
+
+    def product(a, b):
+        a_, b_ = (x.to(outcomes.place(x.device)).double() for x in (a, b))
+        return (a_ @ b_.mT).to(a)
+
+    return linear_kernel(product, product, product)

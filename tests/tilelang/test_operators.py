@@ -269,6 +269,20 @@ def test_the_loss_in_chunks_is_the_loss_at_once(monkeypatch, dtype, bound):
         assert error(got, want) <= bound
 
 
+@pytest.mark.parametrize("label", [V, -1, -101, 10**9, 2**40, -(2**63)])
+@pytest.mark.parametrize("needed", [(False, False), (True, False), (False, True), (True, True)])
+def test_a_wrong_label_in_a_late_chunk_is_named(monkeypatch, label, needed):
+    monkeypatch.setattr(token_nll_chunks, "MOST_BYTES", 1)
+    labels = torch.arange(300) % V
+    labels[299] = label
+    inputs = (
+        x.requires_grad_(wanted)
+        for x, wanted in zip((normal(300, D), normal(V, D)), needed, strict=True)
+    )
+    with pytest.raises(ValueError, match=f"got {label};"):
+        ROLES["token_nll"](*inputs, labels)
+
+
 @pytest.mark.parametrize(("width", "limit"), [(896, 400), (1536, 401), (3584, 640)])
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 129, 16_384, 32_768, 2**20])
 def test_the_loss_has_few_chunks_and_each_takes_little_memory(num_rows, width, limit):
