@@ -91,15 +91,16 @@ def gradients_of_twin(device):
     Its norms and rotary tables are float32 in any dtype: 6e-7 of a gradient, one fifth of what
     float32 everywhere makes on a CPU.
     """
-    where = outcomes.place(device)
-    model, batch = twin(torch.float64, where), text(*TEXTS["padded"]).to(where)
-    for parameter in model.parameters():
-        parameter.grad_dtype = torch.float32  # half the memory, and an error of 3e-8
-    exact = outcomes.of_twin(model, batch, gradients=True, group=GROUP, kept_on=where)
-    del model
-    model, batch = twin(torch.float32, device), batch.to(device)
-    plain = outcomes.of_twin(model, batch, gradients=True, group=GROUP, kept_on=where)
-    return exact, parity.settled(plain, exact)
+    kept_on = outcomes.place(device)
+
+    def outcome(dtype, where):
+        model, batch = twin(dtype, where), text(*TEXTS["padded"]).to(where)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32  # half the memory, and an error of 3e-8
+        return outcomes.of_twin(model, batch, gradients=True, group=GROUP, kept_on=kept_on)
+
+    exact = outcome(torch.float64, kept_on)
+    return exact, parity.settled(outcome(torch.float32, device), exact)
 
 
 @functools.lru_cache(maxsize=1)
@@ -181,14 +182,14 @@ def test_gradients(stack, device, check):
     exact, plain = gradients_of_twin(device)
     model = loaded(stack, device)
     batch = text(*TEXTS["padded"]).to(device)
-    got = outcome_of(stack, model, batch, device, gradients=True)
+    got = parity.settled(outcome_of(stack, model, batch, device, gradients=True), exact)
     # Sums term by term, as TileLang's on a CPU, have 1.3 times its error, 2.4 in the worst matrix.
     parity.check_gradient_ratios(check, got, plain, exact, k=2.5, whose="transformers")
-    mine, theirs = parity.gradient_errors(got, exact), parity.gradient_errors(plain, exact)
-    for name, error in mine.items():
-        check("error ratio of a gradient, worst", error / theirs[name], at_most=10,
+    for name, error in got.errors.items():
+        check("error ratio of a gradient, worst", error / plain.errors[name], at_most=10,
               because=f"a few elements scatter: 5 for TileLang on a CPU; {name}")  # fmt: skip
-    check("error ratio of the whole gradient", whole(mine, exact) / whole(theirs, exact), at_most=2,
+    mine, theirs = (whole(outcome.errors, exact) for outcome in (got, plain))
+    check("error ratio of the whole gradient", mine / theirs, at_most=2,
           because="no way of adding up is that much worse")  # fmt: skip
 
 

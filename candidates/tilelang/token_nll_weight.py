@@ -105,16 +105,21 @@ def runs_of(labels: Tensor, vocabulary: int) -> Runs:
     return Runs(in_order, *(x.to(torch.int32) for x in (order, ends, slots)), frequent)
 
 
+def _widens(a: Tensor) -> bool:
+    """Whether torch's product of 16-bit matrices can be float32, without copies in float32."""
+    return a.is_cuda and a.dtype != torch.float32
+
+
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if _widens(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def add_wide_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
     """alpha a b is added to the total, in float32."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if _widens(a):
         torch.addmm(total, a, b, torch.float32, alpha=alpha, out=total)
     else:
         total.addmm_(a.float(), b.float(), alpha=alpha)

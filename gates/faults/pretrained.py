@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from gates import outcomes
 from gates.faults.linear_kernels import linear_kernel, multiplies_in_tensor_float_32
+from gates.faults.token_nll_kernels import loss_kernel, right_products
 from harness import benign, fault
-from reference.loss import NO_TARGET
 
 GRADIENTS = "m4_pretrained::test_gradients"
 
@@ -19,36 +18,18 @@ def keeps_10_bits_of_float32(reference):
     return multiplies_in_tensor_float_32.build(reference)
 
 
-class LossInOneSum(torch.autograd.Function):
-    """Cross-entropy's sum; dhidden adds up one token of the vocabulary after the other."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels):
-        logits = hidden @ weight.T
-        ctx.save_for_backward(hidden, weight, labels, logits)
-        return F.cross_entropy(logits, labels, ignore_index=NO_TARGET, reduction="sum")
-
-    @staticmethod
-    def backward(ctx, dnll):
-        hidden, weight, labels, logits = ctx.saved_tensors
-        ignored = labels == NO_TARGET
-        slopes = logits.softmax(-1) - F.one_hot(labels.masked_fill(ignored, 0), len(weight))
-        slopes = slopes.masked_fill(ignored[:, None], 0) * dnll
-        dhidden = torch.zeros_like(hidden)
-        for slope, line in zip(slopes.T.contiguous(), weight, strict=True):
-            dhidden.addcmul_(slope[:, None], line)
-        return dhidden, slopes.T @ hidden, None
-
-
 @fault(role="token_nll", caught_by=GRADIENTS, seen_in="own")
 def adds_up_the_vocabulary_term_by_term(reference):
     """One float32 sum over 49152 tokens in dhidden, without partial sums: 3e-4 of all gradients."""
 
-    def token_nll(hidden, weight, labels):
-        nll = LossInOneSum.apply(hidden, weight.to(hidden.dtype), labels)
-        return nll, (labels != NO_TARGET).sum()
+    def products(slopes, hidden, weight, upstream):
+        dhidden = torch.zeros_like(hidden)
+        for slope, line in zip(slopes.mT.contiguous(), weight, strict=True):
+            dhidden.addcmul_(slope[:, None], line)
+        _, dweight = right_products(slopes, hidden, weight, upstream)
+        return dhidden * upstream, dweight
 
-    return token_nll
+    return loss_kernel(products=products)
 
 
 @benign(
