@@ -1,0 +1,1 @@
+"""compute-sanitizer over the operators, and over programs with an error in them."""
