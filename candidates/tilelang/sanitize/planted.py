@@ -73,26 +73,29 @@ reads_before_the_bulk_copy.options = UNSYNCHRONISED
 
 @dataclass(frozen=True)
 class Planted:
-    """A program, the tool that must report it, and the shapes and dtype of its tensors."""
+    """A program, the tool that must report it and by what text, its tensors' shapes and dtype."""
 
     program: Callable[[Dialect], Any]
     tool: str
+    report: str
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = torch.float32
 
     def run(self) -> None:
-        """Launches it once on the GPU."""
+        """Launches it once on the GPU, and does not wait for it."""
         tensors = [torch.zeros(s, dtype=self.dtype, device="cuda") for s in self.shapes]
         launch(self.program, dialect_of(tensors[0]), (), *tensors)
 
 
+HAZARD = "access at program_kernel"  # TileLang calls every kernel so
+
 PLANTED = {
     planted.program.__name__: planted
     for planted in (
-        Planted(writes_beyond, "memcheck", ((THREADS - 1,),)),
-        Planted(reads_before_the_barrier, "racecheck", ((THREADS,),)),
+        Planted(writes_beyond, "memcheck", "Invalid __global__ write", ((THREADS - 1,),)),
+        Planted(reads_before_the_barrier, "racecheck", HAZARD, ((THREADS,),)),
         Planted(
-            reads_before_the_bulk_copy, "racecheck", ((THREADS, WIDTH),) * 2, torch.float16
+            reads_before_the_bulk_copy, "racecheck", HAZARD, ((THREADS, WIDTH),) * 2, torch.float16
         ),
     )
 }  # fmt: skip
