@@ -7,6 +7,7 @@ import torch
 
 from gates import ladder, operators, recorded
 from gates.operator_cases import linear_case, normal, projections_case
+from gates.probes import REFERENCE
 from harness import gate
 
 # (rows, inputs, outputs) around tiles of 16 to 128 in each of the three; smaller than one tile of
@@ -64,32 +65,73 @@ def test_shapes(stack, bias, rng, device, check):
             operators.trial(stack, case, dtype, device, rng, check, at=str(list(shape)))
 
 
+def product_as(which, role, stack, a, b):
+    """a b^T as the layer's own output, its gradient by x or by the weight: all must be the same."""
+    m, n = len(a), len(b)
+    x, weight, dy = {
+        "y": lambda: (a, b, None),
+        "dx": lambda: (a.new_ones(m, n), b.mT.contiguous(), a),
+        "dweight": lambda: (b.mT.contiguous(), b.new_ones(m, n), a.mT.contiguous()),
+    }[which]()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    single = role == "projections"
+    y = stack.projections(x, [weight], [None])[0] if single else stack.linear(x, weight, None)
+    if which == "y":
+        return y.detach()
+    return torch.autograd.grad(y, x if which == "dx" else weight, dy)[0]
+
+
 @gate(
-    claim="products are added in float32: products beyond the range of float16, and sums of many "
-    "products, are rounded once",
-    roles=["linear"],
+    claim="the three products are added in float32: no product is rounded, and none is beyond the "
+    "range of float16",
+    roles=["linear", "projections"],
     not_claimed="sums beyond the range of the result's dtype",
     source="tile-ai/tilelang PR#2917: each product rounded to float16 was off by 1e-2 for 256 "
     "terms, and infinite for 300 * 300",
 )
-def test_accumulation(stack, rng, device, check):
+@pytest.mark.parametrize("which", ["y", "dx", "dweight"])
+@pytest.mark.parametrize("role", ["linear", "projections"])
+def test_accumulation(stack, role, which, rng, device, check):
     for dtype in operators.dtypes(stack):
-        case = linear_case(rng, 16, 512, 33, bias=False)
-        x, weight = case.tensors["x"], case.tensors["weight"]
+        a = normal(rng, 16, 512).to(device, dtype)
+        b = normal(rng, 33, 512, scale=512**-0.5).to(device, dtype)
         # Two pairs of products of 90000 and -90000 beside 508 of about 0.05.
-        x[:, 100:104] = 300.0
-        weight[:, 100:104] = torch.tensor([300.0, -300.0, 300.0, -300.0])
-        tensors = {n: t.to(device, dtype) for n, t in case.tensors.items()}
-        got = stack.linear(tensors["x"], tensors["weight"], None)
-        wide = [t.cpu().double() for t in tensors.values()]
-        error = (got.cpu().double() - wide[0] @ wide[1].T).abs().max()
+        a[:, 100:104] = 300.0
+        b[:, 100:104] = torch.tensor([300.0, -300.0, 300.0, -300.0])
+        oracle = a.cpu().double() @ b.cpu().double().mT
+        error = (product_as(which, role, stack, a, b).cpu().double() - oracle).abs().max()
         check(f"{operators.short(dtype)}: largest error beside products of 90000", error,
               at_most=1.0, because="float32 keeps 2^-7 beside 180000, in each of up to 508 "
               "additions; float16 products are infinite, and their sum is NaN")  # fmt: skip
-        same_sign = linear_case(rng, 16, 512, 33, bias=False)
-        for t in same_sign.tensors.values():
-            t.abs_()
-        operators.trial(stack, same_sign, dtype, device, rng, check, label="sums of one sign")
+        if dtype != torch.bfloat16:
+            continue
+        # (1 + e)^2 - (1 + 2 e) = e^2, 256 times: bfloat16 rounds the square to 1 + 2 e.
+        eps = torch.finfo(dtype).eps
+        a = a.new_tensor([1 + eps, 1 + 2 * eps]).repeat(16, 256)
+        b = b.new_tensor([1 + eps, -1.0]).repeat(33, 256)
+        error = (product_as(which, role, stack, a, b).cpu().double() / (256 * eps**2) - 1).abs()
+        check("bfloat16: relative error of sums of what rounding a product would take away",
+              error.max(), at_most=2**-7, because="float32 holds every partial sum, in any order; "
+              "with rounded products they are 0")  # fmt: skip
+
+
+@gate(
+    claim="sums of many products of one sign are rounded once, in all three products",
+    roles=["linear", "projections"],
+    not_claimed="sums beyond the range of the result's dtype",
+    source="tile-ai/tilelang PR#2917",
+)
+@pytest.mark.parametrize("which", ["y", "dx", "dweight"])
+@pytest.mark.parametrize("role", ["linear", "projections"])
+def test_one_sign(stack, role, which, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        a = normal(rng, 16, 512).abs().to(device, dtype)
+        b = normal(rng, 33, 512, scale=512**-0.5).abs().to(device, dtype)
+        got = product_as(which, role, stack, a, b)
+        plain = product_as(which, role, REFERENCE, a, b)
+        oracle = a.cpu().double() @ b.cpu().double().mT
+        results = (x.cpu() for x in (got, plain, oracle))
+        operators.judge(check, f"{operators.short(dtype)} {which}", dtype, *results)
 
 
 @gate(

@@ -39,11 +39,12 @@ def laid_out(inputs, cotangents):
 @gate(
     claim="the values and gradients are right for every layout of inputs and cotangents that "
     "autograd hands over: transposed, sliced, with padded rows, with an offset, and with stride 0 "
-    "as broadcasting and .sum() make it; none of them is written to",
+    "as broadcasting and .sum() make it; none of them is written to, nor what lies around results",
     roles=ROLES,
     not_claimed="how fast such layouts are",
     source="unslothai/unsloth PR#10617, flagos-ai/FlagGems PR#1084 (strides of dy), "
-    "linkedin/Liger-Kernel#370 (dx written into dy), pytorch/pytorch#191937 (expanded keys)",
+    "linkedin/Liger-Kernel#370 (dx written into dy), pytorch/pytorch#191937 (expanded keys), "
+    "Dao-AILab/quack#88 (dx written at the row stride of dy)",
 )
 @pytest.mark.parametrize("role", ROLES)
 def test_layouts(stack, role, rng, device, check):
@@ -53,7 +54,10 @@ def test_layouts(stack, role, rng, device, check):
             layout = laid_out(inputs, cotangents)
             at = f"inputs {inputs}, cotangents {cotangents}"
             case = EXAMPLES[role](rng)
-            operators.trial(stack, case, dtype, device, rng, check, layout, at=at)
+            with guarded_allocations() as guards:
+                operators.trial(stack, case, dtype, device, rng, check, layout, at=at)
+            check(f"{operators.short(dtype)}: elements of guard bands that were written",
+                  guards.changed(), equal=0, because=f"they belong to others; {at}")  # fmt: skip
 
 
 @gate(

@@ -192,3 +192,42 @@ def keeps_weights_in_8_bits_backward(reference):
         return stored((dq, dk, p.mT @ heads_first(do)), q, k)
 
     return attention_kernel(gradients=gradients)
+
+
+@fault(role="attention", caught_by=f"{SHAPES}[6/2]", seen_in="tile-ai/tilelang#2382")
+def stores_half_of_the_bits_of_dq(reference):
+    """float32 is stored in 16-bit memory as it is: every element is half of a float32."""
+
+    def gradients(q, k, v, may_see, do):
+        wide_dq, *others = wide_gradients(q, k, v, may_see, do)
+        dq, dk, dv = stored((wide_dq, *others), q, k)
+        if q.dtype in (torch.bfloat16, torch.float16):
+            as_float32 = wide_dq.transpose(1, 2).float().contiguous()
+            dq = as_float32.view(q.dtype).flatten()[: q.numel()].view(q.shape)
+        return dq, dk, dv
+
+    return attention_kernel(gradients=gradients)
+
+
+@fault(
+    role="attention",
+    caught_by=f"{SHAPES}[6/2]",
+    seen_in="XunhaoLai/native-sparse-attention-triton#27",
+)
+def adds_up_slots_that_no_head_wrote(reference):
+    """dk and dv: a head's slot is its number over the number of groups, so that slots are shared,
+    others keep what memory held, and all are added.
+    """
+
+    def gradients(q, k, v, may_see, do):
+        dq, *of_keys = wide_gradients(q, k, v, may_see, do)
+        num_groups, heads = k.shape[2], q.shape[2]
+        slots = torch.arange(heads, device=q.device) // num_groups * num_groups
+        summed = []
+        for of_heads in of_keys:
+            written = torch.empty(of_heads.shape, dtype=of_heads.dtype, device=q.device)
+            written[:, slots] = of_heads
+            summed.append(written)
+        return stored((dq, *summed), q, k)
+
+    return attention_kernel(gradients=gradients)

@@ -15,6 +15,19 @@ def matrix_product(a, b):
     return (wide(a) @ wide(b)).to(a.dtype)
 
 
+def rounded_products(a, b):
+    """a b whose products are rounded to the operands' dtype before they are added in float32."""
+    return wide(a[:, :, None] * b[None]).sum(1).to(a.dtype)
+
+
+def narrow_sum(a, b):
+    """a b, the sum kept in the dtype of the operands between tiles of 8 inner elements."""
+    total = torch.zeros(len(a), b.shape[1], dtype=a.dtype, device=a.device)
+    for k in range(0, a.shape[1], 8):
+        total += matrix_product(a[:, k : k + 8], b[k : k + 8])
+    return total
+
+
 def memory_of(x):
     """The whole storage of x as one row."""
     storage = x.untyped_storage()

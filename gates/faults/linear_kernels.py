@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gates.faults.kernels import densely, matrix_product, wide
+from gates.faults.kernels import densely, matrix_product, narrow_sum, rounded_products, wide
 from harness import benign, fault
 
 LINEAR = "m4_linear::"
-SHAPES, SUMS = f"{LINEAR}test_shapes", f"{LINEAR}test_accumulation"
+SHAPES, PRODUCTS = f"{LINEAR}test_shapes", ("y", "dx", "dweight")
+SUMS = {name: f"{LINEAR}test_accumulation[linear-{name}]" for name in PRODUCTS}
+ONE_SIGN = {name: f"{LINEAR}test_one_sign[linear-{name}]" for name in PRODUCTS}
 RUNG = f"{LINEAR}test_models[linear-rung]"
 
 
@@ -67,27 +69,40 @@ def multiplies_in_tensor_float_32(reference):
     return linear_kernel(lambda a, b: product(cut(a), cut(b)))
 
 
-@fault(role="linear", caught_by=SUMS, seen_in="tile-ai/tilelang PR#2917")
+@fault(role="linear", caught_by=SUMS["y"], seen_in="tile-ai/tilelang PR#2917")
 def rounds_each_product_to_16_bits(reference):
     """Products are rounded to the operands' dtype before they are added: 90000 is infinite."""
-
-    def forward(a, b):
-        return wide(a[:, None] * b[None]).sum(-1).to(a.dtype)
-
-    return linear_kernel(forward)
+    return linear_kernel(lambda a, b: rounded_products(a, b.mT))
 
 
-@fault(role="linear", caught_by=SUMS, seen_in="own")
+@fault(role="linear", caught_by=SUMS["dx"], seen_in="tile-ai/tilelang PR#2917")
+def rounds_each_product_of_dx_to_16_bits(reference):
+    """The products of dx are rounded to the operands' dtype before they are added."""
+    return linear_kernel(dx=lambda a, b: rounded_products(a, b.mT))
+
+
+@fault(role="linear", caught_by=SUMS["dweight"], seen_in="tile-ai/tilelang PR#2917")
+def rounds_each_product_of_dweight_to_16_bits(reference):
+    """The products of dweight are rounded to the operands' dtype before they are added."""
+    return linear_kernel(dweight=lambda a, b: rounded_products(a, b.mT))
+
+
+@fault(role="linear", caught_by=ONE_SIGN["y"], seen_in="own")
 def accumulates_in_16_bits(reference):
     """The sum is kept in the dtype of the operands."""
+    return linear_kernel(lambda a, b: narrow_sum(a, b.mT))
 
-    def forward(a, b):
-        total = torch.zeros(len(a), len(b), dtype=a.dtype, device=a.device)
-        for k in range(0, a.shape[1], 8):
-            total += product(a[:, k : k + 8], b[:, k : k + 8])
-        return total
 
-    return linear_kernel(forward)
+@fault(role="linear", caught_by=ONE_SIGN["dx"], seen_in="own")
+def accumulates_dx_in_16_bits(reference):
+    """The sum of dx is kept in the dtype of the operands."""
+    return linear_kernel(dx=lambda a, b: narrow_sum(a, b.mT))
+
+
+@fault(role="linear", caught_by=ONE_SIGN["dweight"], seen_in="own")
+def accumulates_dweight_in_16_bits(reference):
+    """The sum of dweight is kept in the dtype of the operands."""
+    return linear_kernel(dweight=lambda a, b: narrow_sum(a, b.mT))
 
 
 @fault(role="linear", caught_by=SHAPES, seen_in="own")
@@ -151,7 +166,8 @@ def reads_dy_as_dense_for_dweight(reference):
 
 EVERY_LINEAR_GATE = [
     SHAPES,
-    SUMS,
+    *SUMS.values(),
+    *ONE_SIGN.values(),
     RUNG,
     "m4_memory::test_layouts[linear]",
     "m4_memory::test_guards[linear]",

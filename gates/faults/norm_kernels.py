@@ -250,6 +250,17 @@ def multiplies_unwritten_scratch_by_zero(reference):
     return norm_kernel(gradients=gradients)
 
 
+@fault(role="rms_norm", caught_by=f"{MEMORY}test_layouts[rms_norm]", seen_in="Dao-AILab/quack#88")
+def writes_dx_beyond_its_end_where_dy_is_strided(reference):
+    """dx is right; rows further apart in dy than in dx take the last write behind its end."""
+
+    def gradients(x, weight, eps, dy):
+        dx, dweight = right_gradients(x, weight, eps, dy)
+        return dx if dy.is_contiguous() else writes_beyond(dx), dweight
+
+    return norm_kernel(gradients=gradients)
+
+
 @fault(role="rms_norm", caught_by=f"{MEMORY}test_guards[rms_norm]", seen_in="Dao-AILab/quack#88")
 def writes_one_element_too_many(reference):
     """The output is right, and the element behind it is written too."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from gates.faults.kernels import matrix_product, wide
+from gates.faults.kernels import matrix_product, narrow_sum, rounded_products, wide
 from harness import benign, fault
 
 LINEAR = "m4_linear::"
 SEVERAL, FIRST_UNUSED = f"{LINEAR}test_several", [f"{LINEAR}test_one_used[{i}]" for i in (1, 2)]
 RUNG = f"{LINEAR}test_models[projections-rung]"
+PRODUCTS = ("y", "dx", "dweight")
+SUMS = {name: f"{LINEAR}test_accumulation[projections-{name}]" for name in PRODUCTS}
+ONE_SIGN = {name: f"{LINEAR}test_one_sign[projections-{name}]" for name in PRODUCTS}
 EXACT = "m1_operators::test_projections"
 MODEL = "m1_model::test_values_and_gradients[decoder]"
 FROZEN = "m4_repeats::test_frozen[projections]"
@@ -22,14 +25,16 @@ def sum_of_all(dys, weights):
     return total.to(dys[0].dtype)
 
 
-def projections_kernel(dx=sum_of_all, dweight=lambda dys, x, i: matrix_product(dys[i].mT, x)):
-    """The whole backward in one function: dx(dys, weights), and dweight(dys, x, i) of each."""
+def projections_kernel(
+    dx=sum_of_all, dweight=lambda dys, x, i: matrix_product(dys[i].mT, x), product=matrix_product
+):
+    """Each output product(x, weight^T); dx(dys, weights), and dweight(dys, x, i) of each."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, *weights):
             ctx.save_for_backward(x, *weights)
-            return tuple(matrix_product(x, weight.mT) for weight in weights)
+            return tuple(product(x, weight.mT) for weight in weights)
 
         @staticmethod
         def backward(ctx, *dys):
@@ -83,6 +88,50 @@ def gives_every_output_the_width_of_the_first(reference):
         return tuple(y * (c < first) for y, c in zip(outputs, columns, strict=True))
 
     return projections
+
+
+@fault(role="projections", caught_by=SUMS["y"], seen_in="tile-ai/tilelang PR#2917")
+def rounds_products_of_several_outputs(reference):
+    """Products are rounded to the operands' dtype before they are added: 90000 is infinite."""
+    return projections_kernel(product=rounded_products)
+
+
+@fault(role="projections", caught_by=SUMS["dx"], seen_in="tile-ai/tilelang PR#2917")
+def rounds_products_of_the_shared_dx(reference):
+    """The products of dx are rounded to the operands' dtype before they are added."""
+
+    def dx(dys, weights):
+        return sum(rounded_products(dy, w) for dy, w in zip(dys, weights, strict=True))
+
+    return projections_kernel(dx)
+
+
+@fault(role="projections", caught_by=SUMS["dweight"], seen_in="tile-ai/tilelang PR#2917")
+def rounds_products_of_several_dweights(reference):
+    """The products of dweight are rounded to the operands' dtype before they are added."""
+    return projections_kernel(dweight=lambda dys, x, i: rounded_products(dys[i].mT, x))
+
+
+@fault(role="projections", caught_by=ONE_SIGN["y"], seen_in="own")
+def accumulates_outputs_in_16_bits(reference):
+    """The sum of each output is kept in the dtype of the operands."""
+    return projections_kernel(product=narrow_sum)
+
+
+@fault(role="projections", caught_by=ONE_SIGN["dx"], seen_in="own")
+def accumulates_the_shared_dx_in_16_bits(reference):
+    """The sums of dx are kept in the dtype of the operands."""
+
+    def dx(dys, weights):
+        return sum(narrow_sum(dy, weight) for dy, weight in zip(dys, weights, strict=True))
+
+    return projections_kernel(dx)
+
+
+@fault(role="projections", caught_by=ONE_SIGN["dweight"], seen_in="own")
+def accumulates_dweights_in_16_bits(reference):
+    """The sum of each dweight is kept in the dtype of the operands."""
+    return projections_kernel(dweight=lambda dys, x, i: narrow_sum(dys[i].mT, x))
 
 
 @fault(role="projections", caught_by=[EXACT, MODEL, SEVERAL, RUNG], seen_in="own")
@@ -153,6 +202,8 @@ def adds_up_dx_in_the_first_cotangent(reference):
 
 
 EVERY_PROJECTIONS_GATE = [
+    *SUMS.values(),
+    *ONE_SIGN.values(),
     SEVERAL,
     f"{LINEAR}test_one_used",
     RUNG,
