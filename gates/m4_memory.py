@@ -7,7 +7,7 @@ import torch
 
 from gates import operators
 from gates.memory import LAYOUTS, framed, guarded_allocations
-from gates.operator_cases import EXAMPLES, ODD_EXAMPLES
+from gates.operator_cases import EXAMPLES, ODD_EXAMPLES, attention_case
 from harness import gate
 
 ROLES = list(EXAMPLES)
@@ -58,6 +58,28 @@ def test_layouts(stack, role, rng, device, check):
                 operators.trial(stack, case, dtype, device, rng, check, layout, at=at)
             check(f"{operators.short(dtype)}: elements of guard bands that were written",
                   guards.changed(), equal=0, because=f"they belong to others; {at}")  # fmt: skip
+
+
+@gate(
+    claim="keys and values of several heads that are one, by a stride of 0, are read as they are, "
+    "with documents and without, for one token more than blocks of 32",
+    roles=["attention"],
+    not_claimed="how fast that is",
+    source="pytorch/pytorch#191937: expanded keys and 32 k + 1 of them, where there is a mask",
+)
+@pytest.mark.parametrize("documents", ["documents", "one-document"])
+def test_expanded_heads(stack, documents, rng, device, check):
+    def layout(name, x):
+        return framed(x[:, :, :1]).expand(x.shape) if name in ("k", "v") else framed(x)
+
+    for dtype in operators.dtypes(stack):
+        for num_tokens in (33, 65):
+            ids = (
+                (torch.arange(num_tokens) // 20).repeat(2, 1) if documents == "documents" else None
+            )
+            case = attention_case(rng, ids, (2, num_tokens, 6, 2, 64))
+            at = f"{num_tokens} tokens"
+            operators.trial(stack, case, dtype, device, rng, check, layout, at=at)
 
 
 @gate(

@@ -65,6 +65,35 @@ def test_gated(stack, rng, device, check):
 
 
 @gate(
+    claim="the two products before the gate are added in float32: no product is rounded, and none "
+    "is beyond the range of float16",
+    roles=["gated_linear"],
+    not_claimed="the products of the gradients, whose operands are the gate's slopes",
+    source="tile-ai/tilelang PR#2917: each product rounded to float16, and infinite for 300 * 300",
+)
+def test_accumulation(stack, rng, device, check):
+    for dtype in operators.dtypes(stack):
+        tensors = {n: t.to(device, dtype) for n, t in gated_case(rng, 16, 512, 33).tensors.items()}
+        for name, t in tensors.items():
+            t[:, 100:104] = t.new_tensor([300.0] * 4 if name == "x" else [300.0, -300.0] * 2)
+        infinite = int((~stack.gated_linear(*tensors.values()).isfinite()).sum())
+        check(f"{operators.short(dtype)}: elements beside products of 90000 that are not finite",
+              infinite, equal=0, because="they cancel; in float16 they are infinite")  # fmt: skip
+        if dtype != torch.bfloat16:
+            continue
+        # (1 + e)^2 - (1 + 2 e) = e^2, 256 times: bfloat16 rounds the square to 1 + 2 e.
+        eps = torch.finfo(dtype).eps
+        x = torch.tensor([1 + eps, 1 + 2 * eps], dtype=dtype, device=device).repeat(16, 256)
+        weight = torch.tensor([1 + eps, -1.0], dtype=dtype, device=device).repeat(33, 256)
+        h = stack.gated_linear(x, weight, weight).cpu().double()
+        product = torch.tensor(256 * eps**2, dtype=torch.float64)
+        oracle = torch.nn.functional.silu(product) * product
+        check("bfloat16: relative error of what rounding a product would take away",
+              ((h - oracle) / oracle).abs().max(), at_most=2**-6, because="two roundings; with "
+              "rounded products it is 0")  # fmt: skip
+
+
+@gate(
     claim="the same at the feed-forward width of the rung's model, and for real gates",
     roles=["swiglu", "gated_linear"],
     not_claimed="the rung's number of tokens",

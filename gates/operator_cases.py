@@ -234,16 +234,30 @@ ODD_EXAMPLES: dict[str, Callable[[torch.Generator], Case]] = {
 
 # What comes in between: other shapes of the same widths, and other constants.
 VARIED: dict[str, Callable[[torch.Generator], list[Case]]] = {
-    "rms_norm": lambda rng: [norm_case(rng, 37, 64, eps=0.1), norm_case(rng, 131, 33)],
-    "add_rms_norm": lambda rng: [add_norm_case(rng, 37, 64, eps=0.1), add_norm_case(rng, 131, 33)],
+    "rms_norm": lambda rng: [
+        norm_case(rng, 37, 64, eps=0.1),
+        norm_case(rng, 71, 64),
+        norm_case(rng, 131, 33),
+    ],
+    "add_rms_norm": lambda rng: [
+        add_norm_case(rng, 37, 64, eps=0.1),
+        add_norm_case(rng, 71, 64),
+        add_norm_case(rng, 131, 33),
+    ],
     "rope": lambda rng: [
         rope_case(rng, torch.randint(99, (2, 19), generator=rng), 6, 2, 64, theta=1e6),
+        rope_case(rng, torch.randint(99, (1, 67), generator=rng), 6, 2, 64),
         rope_case(rng, torch.randint(99, (1, 67), generator=rng), 7, 1, 16),
     ],
     "swiglu": lambda rng: [swiglu_case(rng, 131, 33), swiglu_case(rng, 3, 5, 64)],
-    "linear": lambda rng: [linear_case(rng, 37, 64, 33, bias=False), linear_case(rng, 131, 33, 64)],
+    "linear": lambda rng: [
+        linear_case(rng, 37, 64, 33, bias=False),
+        linear_case(rng, 71, 64, 33),
+        linear_case(rng, 131, 33, 64),
+    ],
     "projections": lambda rng: [
         projections_case(rng, 37, 64, (64, 33, 33), bias=False),
+        projections_case(rng, 71, 64, (64, 33, 33)),
         projections_case(rng, 131, 33, (64, 17)),
     ],
     "gated_linear": lambda rng: [gated_case(rng, 131, 33, 17), gated_case(rng, 37, 64, 64)],

@@ -26,6 +26,7 @@ EVERY_ATTENTION_GATE = [
     ISOLATION,
     f"{ATTENTION}test_models[rung]",
     "m4_memory::test_layouts[attention]",
+    "m4_memory::test_expanded_heads",
     "m4_memory::test_guards[attention]",
     "m4_repeats::test_same_bits[attention]",
 ]

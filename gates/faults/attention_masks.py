@@ -135,7 +135,7 @@ def multiplies_weights_by_the_mask(reference):
 
 @fault(
     role="attention",
-    caught_by="m4_memory::test_layouts[attention]",
+    caught_by=["m4_memory::test_layouts[attention]", "m4_memory::test_expanded_heads"],
     seen_in="pytorch/pytorch#191937",
 )
 def reads_expanded_keys_as_dense(reference):
@@ -143,3 +143,20 @@ def reads_expanded_keys_as_dense(reference):
     return attention_kernel(
         lambda q, k, v, may_see: right_values(q, densely(k), densely(v), may_see)
     )
+
+
+@fault(
+    role="attention",
+    caught_by="m4_memory::test_expanded_heads[documents]",
+    seen_in="pytorch/pytorch#191937",
+)
+def reads_expanded_keys_as_dense_beside_a_mask(reference):
+    """Without documents all is right; with them keys and values are read as dense memory."""
+    masked = attention_kernel(
+        lambda q, k, v, may_see: right_values(q, densely(k), densely(v), may_see)
+    )
+
+    def attention(q, k, v, documents):
+        return (reference.attention if documents is None else masked)(q, k, v, documents)
+
+    return attention

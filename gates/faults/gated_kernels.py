@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from gates.faults.kernels import matrix_product
+from gates.faults.kernels import matrix_product, rounded_products
 from gates.faults.projections_kernels import sum_of_all
 from gates.faults.swiglu_kernels import right_gradients, right_values
 from harness import benign, fault
 
 EXACT, MODEL = "m1_operators::test_gated_linear", "m1_model::test_values_and_gradients[decoder]"
 GATED, RUNG = "m4_swiglu::test_gated", "m4_swiglu::test_models[gated_linear-rung]"
+SUMS = "m4_swiglu::test_accumulation"
 AGAIN = "m4_repeats::test_second_backward[gated_linear]"
 
 
-def gated_kernel(slopes=right_gradients, dx=sum_of_all):
-    """The whole backward in one function: slopes(gate, up, dh) and dx(slopes, weights)."""
+def gated_kernel(slopes=right_gradients, dx=sum_of_all, product=matrix_product):
+    """gate and up by product(x, weight^T); slopes(gate, up, dh) and dx(slopes, weights)."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, gate_weight, up_weight):
-            gate, up = matrix_product(x, gate_weight.mT), matrix_product(x, up_weight.mT)
+            gate, up = product(x, gate_weight.mT), product(x, up_weight.mT)
             ctx.save_for_backward(x, gate_weight, up_weight, gate, up)
             return right_values(gate, up)
 
@@ -53,6 +54,16 @@ def gates_by_the_up_projection(reference):
     return lambda x, gate_weight, up_weight: reference.gated_linear(x, up_weight, gate_weight)
 
 
+@fault(
+    role="gated_linear",
+    caught_by=SUMS,
+    seen_in="tile-ai/tilelang PR#2917",
+)
+def rounds_each_product_before_the_gate(reference):
+    """Products are rounded to the operands' dtype before they are added: 90000 is infinite."""
+    return gated_kernel(product=rounded_products)
+
+
 @fault(role="gated_linear", caught_by=[EXACT, GATED, RUNG], seen_in="unslothai/unsloth#3314")
 def exchanges_the_slopes(reference):
     """dgate and dup change places before the products."""
@@ -77,6 +88,7 @@ def writes_over_what_another_backward_reads(reference):
 
 EVERY_GATED_GATE = [
     GATED,
+    SUMS,
     RUNG,
     AGAIN,
     "m4_memory::test_layouts[gated_linear]",

@@ -126,6 +126,33 @@ def caches_a_kernel_without_its_epsilon(reference):
     return lambda x, weight, eps: cached(x, weight, eps)
 
 
+def first_number_of_rows_wins(operator):
+    """A cache of kernels by widths and dtypes: rows beyond the first call's number stay zero."""
+    numbers: dict[tuple, int] = {}
+
+    def called(x, *others):
+        y = operator(x, *others)
+        rows = y.flatten(0, -2)
+        kept = numbers.setdefault((x.shape[-1], y.shape[-1], x.dtype), len(rows))
+        return (rows * (torch.arange(len(rows), device=x.device) < kept)[:, None]).view_as(y)
+
+    return called
+
+
+@fault(role="rms_norm", caught_by=f"{CONFIGURATIONS}[rms_norm]", seen_in="tile-ai/tilelang#1250")
+def caches_a_norm_without_its_number_of_rows(reference):
+    """The kernel's key has the width and dtype; the number of rows is compiled in."""
+    cached = first_number_of_rows_wins(reference.rms_norm)
+    return lambda x, weight, eps: cached(x, weight, eps)
+
+
+@fault(role="linear", caught_by=f"{CONFIGURATIONS}[linear]", seen_in="tile-ai/tilelang#1250")
+def caches_a_product_without_its_number_of_rows(reference):
+    """The kernel's key has both widths and the dtype; the number of rows is compiled in."""
+    cached = first_number_of_rows_wins(reference.linear)
+    return lambda x, weight, bias: cached(x, weight, bias)
+
+
 @fault(
     role="add_rms_norm",
     caught_by=f"{CONFIGURATIONS}[add_rms_norm]",
