@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from gates import ladder, operators, recorded
-from gates.operator_cases import linear_case, normal, projections_case
+from gates.operator_cases import (
+    linear_case,
+    lost_by_rounding,
+    normal,
+    projections_case,
+    with_large_products,
+)
 from gates.probes import REFERENCE
 from harness import gate
 
@@ -67,18 +73,19 @@ def test_shapes(stack, bias, rng, device, check):
 
 def product_as(which, role, stack, a, b):
     """a b^T as the layer's own output, its gradient by x or by the weight: all must be the same."""
-    m, n = len(a), len(b)
-    x, weight, dy = {
-        "y": lambda: (a, b, None),
-        "dx": lambda: (a.new_ones(m, n), b.mT.contiguous(), a),
-        "dweight": lambda: (b.mT.contiguous(), b.new_ones(m, n), a.mT.contiguous()),
-    }[which]()
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    single = role == "projections"
-    y = stack.projections(x, [weight], [None])[0] if single else stack.linear(x, weight, None)
+
+    def layer(x, weight):
+        if role == "projections":
+            return stack.projections(x, [weight], [None])[0]
+        return stack.linear(x, weight, None)
+
     if which == "y":
-        return y.detach()
-    return torch.autograd.grad(y, x if which == "dx" else weight, dy)[0]
+        return layer(a.requires_grad_(), b.requires_grad_()).detach()
+    other = a.new_ones(len(a), len(b)).requires_grad_()
+    b_t = b.mT.contiguous().requires_grad_()
+    if which == "dx":
+        return torch.autograd.grad(layer(other, b_t), other, a)[0]
+    return torch.autograd.grad(layer(b_t, other), other, a.mT.contiguous())[0]
 
 
 @gate(
@@ -95,9 +102,7 @@ def test_accumulation(stack, role, which, rng, device, check):
     for dtype in operators.dtypes(stack):
         a = normal(rng, 16, 512).to(device, dtype)
         b = normal(rng, 33, 512, scale=512**-0.5).to(device, dtype)
-        # Two pairs of products of 90000 and -90000 beside 508 of about 0.05.
-        a[:, 100:104] = 300.0
-        b[:, 100:104] = torch.tensor([300.0, -300.0, 300.0, -300.0])
+        with_large_products(a, b)  # beside 508 of about 0.05
         oracle = a.cpu().double() @ b.cpu().double().mT
         error = (product_as(which, role, stack, a, b).cpu().double() - oracle).abs().max()
         check(f"{operators.short(dtype)}: largest error beside products of 90000", error,
@@ -105,11 +110,8 @@ def test_accumulation(stack, role, which, rng, device, check):
               "additions; float16 products are infinite, and their sum is NaN")  # fmt: skip
         if dtype != torch.bfloat16:
             continue
-        # (1 + e)^2 - (1 + 2 e) = e^2, 256 times: bfloat16 rounds the square to 1 + 2 e.
-        eps = torch.finfo(dtype).eps
-        a = a.new_tensor([1 + eps, 1 + 2 * eps]).repeat(16, 256)
-        b = b.new_tensor([1 + eps, -1.0]).repeat(33, 256)
-        error = (product_as(which, role, stack, a, b).cpu().double() / (256 * eps**2) - 1).abs()
+        a, b, exact = lost_by_rounding(16, 33, device)
+        error = (product_as(which, role, stack, a, b).cpu().double() / exact - 1).abs()
         check("bfloat16: relative error of sums of what rounding a product would take away",
               error.max(), at_most=2**-7, because="float32 holds every partial sum, in any order; "
               "with rounded products they are 0")  # fmt: skip

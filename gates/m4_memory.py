@@ -36,6 +36,16 @@ def laid_out(inputs, cotangents):
     return layout
 
 
+def guarded_trial(stack, case, dtype, device, rng, check, *layout, at=""):
+    """operators.trial, whose allocations lie between bands that must stay; returns the guards."""
+    with guarded_allocations() as guards:
+        operators.trial(stack, case, dtype, device, rng, check, *layout, at=at)
+    check(f"{operators.short(dtype)}: elements of guard bands that were written",
+          guards.changed(), equal=0,
+          because="they belong to others" + (at and f"; {at}"))  # fmt: skip
+    return guards
+
+
 @gate(
     claim="the values and gradients are right for every layout of inputs and cotangents that "
     "autograd hands over: transposed, sliced, with padded rows, with an offset, and with stride 0 "
@@ -54,10 +64,7 @@ def test_layouts(stack, role, rng, device, check):
             layout = laid_out(inputs, cotangents)
             at = f"inputs {inputs}, cotangents {cotangents}"
             case = EXAMPLES[role](rng)
-            with guarded_allocations() as guards:
-                operators.trial(stack, case, dtype, device, rng, check, layout, at=at)
-            check(f"{operators.short(dtype)}: elements of guard bands that were written",
-                  guards.changed(), equal=0, because=f"they belong to others; {at}")  # fmt: skip
+            guarded_trial(stack, case, dtype, device, rng, check, layout, at=at)
 
 
 @gate(
@@ -67,16 +74,14 @@ def test_layouts(stack, role, rng, device, check):
     not_claimed="how fast that is",
     source="pytorch/pytorch#191937: expanded keys and 32 k + 1 of them, where there is a mask",
 )
-@pytest.mark.parametrize("documents", ["documents", "one-document"])
+@pytest.mark.parametrize("documents", [True, False], ids=["documents", "one-document"])
 def test_expanded_heads(stack, documents, rng, device, check):
     def layout(name, x):
         return framed(x[:, :, :1]).expand(x.shape) if name in ("k", "v") else framed(x)
 
     for dtype in operators.dtypes(stack):
         for num_tokens in (33, 65):
-            ids = (
-                (torch.arange(num_tokens) // 20).repeat(2, 1) if documents == "documents" else None
-            )
+            ids = (torch.arange(num_tokens) // 20).repeat(2, 1) if documents else None
             case = attention_case(rng, ids, (2, num_tokens, 6, 2, 64))
             at = f"{num_tokens} tokens"
             operators.trial(stack, case, dtype, device, rng, check, layout, at=at)
@@ -98,10 +103,7 @@ def test_guards(stack, role, rng, device, check):
     writes_itself = hasattr(getattr(stack, role), "kernel_calls")
     for dtype in operators.dtypes(stack):
         for case in (EXAMPLES[role](rng), ODD_EXAMPLES[role](rng)):
-            with guarded_allocations() as guards:
-                operators.trial(stack, case, dtype, device, rng, check)
-            check(f"{operators.short(dtype)}: elements of guard bands that were written",
-                  guards.changed(), equal=0, because="they belong to others")  # fmt: skip
+            guards = guarded_trial(stack, case, dtype, device, rng, check)
             if writes_itself:
                 least = 1 if role == "gated_linear" else 2  # whose gradients take what it saved
                 check("guarded allocations of a kernel", len(guards.storages), at_least=least,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gates import ladder, operators, recorded
-from gates.operator_cases import gated_case, swiglu_case
+from gates.operator_cases import gated_case, lost_by_rounding, swiglu_case, with_large_products
 from harness import gate
 
 # Elements around the edges of blocks of 128, 256 and 1024, and primes; three dimensions as in a
@@ -74,19 +74,16 @@ def test_gated(stack, rng, device, check):
 def test_accumulation(stack, rng, device, check):
     for dtype in operators.dtypes(stack):
         tensors = {n: t.to(device, dtype) for n, t in gated_case(rng, 16, 512, 33).tensors.items()}
-        for name, t in tensors.items():
-            t[:, 100:104] = t.new_tensor([300.0] * 4 if name == "x" else [300.0, -300.0] * 2)
+        for weight in ("gate_weight", "up_weight"):
+            with_large_products(tensors["x"], tensors[weight])
         infinite = int((~stack.gated_linear(*tensors.values()).isfinite()).sum())
         check(f"{operators.short(dtype)}: elements beside products of 90000 that are not finite",
               infinite, equal=0, because="they cancel; in float16 they are infinite")  # fmt: skip
         if dtype != torch.bfloat16:
             continue
-        # (1 + e)^2 - (1 + 2 e) = e^2, 256 times: bfloat16 rounds the square to 1 + 2 e.
-        eps = torch.finfo(dtype).eps
-        x = torch.tensor([1 + eps, 1 + 2 * eps], dtype=dtype, device=device).repeat(16, 256)
-        weight = torch.tensor([1 + eps, -1.0], dtype=dtype, device=device).repeat(33, 256)
+        x, weight, exact = lost_by_rounding(16, 33, device)
         h = stack.gated_linear(x, weight, weight).cpu().double()
-        product = torch.tensor(256 * eps**2, dtype=torch.float64)
+        product = torch.tensor(exact, dtype=torch.float64)
         oracle = torch.nn.functional.silu(product) * product
         check("bfloat16: relative error of what rounding a product would take away",
               ((h - oracle) / oracle).abs().max(), at_most=2**-6, because="two roundings; with "

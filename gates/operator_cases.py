@@ -101,6 +101,22 @@ def linear_case(
     )
 
 
+def with_large_products(x: Tensor, weight: Tensor) -> None:
+    """Puts products of 90000, -90000, 90000, -90000 among those of each x weight^T."""
+    x[:, 100:104] = 300.0
+    weight[:, 100:104] = weight.new_tensor([300.0, -300.0, 300.0, -300.0])
+
+
+def lost_by_rounding(rows: int, outputs: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
+    """bfloat16 x [rows, 512] and weight [outputs, 512], and what every x weight^T is exactly.
+
+    (1 + e)^2 - (1 + 2 e) = e^2, 256 times: bfloat16 rounds the square to 1 + 2 e.
+    """
+    eps = torch.finfo(torch.bfloat16).eps
+    pairs = torch.tensor([[1 + eps, 1 + 2 * eps], [1 + eps, -1.0]], device=device).bfloat16()
+    return pairs[0].repeat(rows, 256), pairs[1].repeat(outputs, 256), 256 * eps**2
+
+
 def projections_case(
     rng: torch.Generator, rows: int, inputs: int, outputs: tuple[int, ...], bias: bool = True
 ) -> Case:

@@ -133,6 +133,11 @@ def multiplies_weights_by_the_mask(reference):
     return attention_kernel(values)
 
 
+def values_of_dense_keys(q, k, v, may_see):
+    """The forward of a kernel that takes k and v for contiguous."""
+    return right_values(q, densely(k), densely(v), may_see)
+
+
 @fault(
     role="attention",
     caught_by=["m4_memory::test_layouts[attention]", "m4_memory::test_expanded_heads"],
@@ -140,9 +145,7 @@ def multiplies_weights_by_the_mask(reference):
 )
 def reads_expanded_keys_as_dense(reference):
     """Keys and values are read as dense memory, also where one row stands for all."""
-    return attention_kernel(
-        lambda q, k, v, may_see: right_values(q, densely(k), densely(v), may_see)
-    )
+    return attention_kernel(values_of_dense_keys)
 
 
 @fault(
@@ -152,9 +155,7 @@ def reads_expanded_keys_as_dense(reference):
 )
 def reads_expanded_keys_as_dense_beside_a_mask(reference):
     """Without documents all is right; with them keys and values are read as dense memory."""
-    masked = attention_kernel(
-        lambda q, k, v, may_see: right_values(q, densely(k), densely(v), may_see)
-    )
+    masked = attention_kernel(values_of_dense_keys)
 
     def attention(q, k, v, documents):
         return (reference.attention if documents is None else masked)(q, k, v, documents)

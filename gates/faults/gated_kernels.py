@@ -54,11 +54,7 @@ def gates_by_the_up_projection(reference):
     return lambda x, gate_weight, up_weight: reference.gated_linear(x, up_weight, gate_weight)
 
 
-@fault(
-    role="gated_linear",
-    caught_by=SUMS,
-    seen_in="tile-ai/tilelang PR#2917",
-)
+@fault(role="gated_linear", caught_by=SUMS, seen_in="tile-ai/tilelang PR#2917")
 def rounds_each_product_before_the_gate(reference):
     """Products are rounded to the operands' dtype before they are added: 90000 is infinite."""
     return gated_kernel(product=rounded_products)

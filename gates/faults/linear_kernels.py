@@ -15,9 +15,12 @@ ONE_SIGN = {name: f"{LINEAR}test_one_sign[linear-{name}]" for name in PRODUCTS}
 RUNG = f"{LINEAR}test_models[linear-rung]"
 
 
-def product(a, b):
-    """a b^T of matrices, in float32, rounded once."""
-    return matrix_product(a, b.mT)
+def of_rows(product):
+    """product(a, b^T)."""
+    return lambda a, b: product(a, b.mT)
+
+
+product = of_rows(matrix_product)  # a b^T of matrices, in float32, rounded once
 
 
 def linear_kernel(forward=product, dx=product, dweight=product, dbias=None):
@@ -72,37 +75,37 @@ def multiplies_in_tensor_float_32(reference):
 @fault(role="linear", caught_by=SUMS["y"], seen_in="tile-ai/tilelang PR#2917")
 def rounds_each_product_to_16_bits(reference):
     """Products are rounded to the operands' dtype before they are added: 90000 is infinite."""
-    return linear_kernel(lambda a, b: rounded_products(a, b.mT))
+    return linear_kernel(of_rows(rounded_products))
 
 
 @fault(role="linear", caught_by=SUMS["dx"], seen_in="tile-ai/tilelang PR#2917")
 def rounds_each_product_of_dx_to_16_bits(reference):
     """The products of dx are rounded to the operands' dtype before they are added."""
-    return linear_kernel(dx=lambda a, b: rounded_products(a, b.mT))
+    return linear_kernel(dx=of_rows(rounded_products))
 
 
 @fault(role="linear", caught_by=SUMS["dweight"], seen_in="tile-ai/tilelang PR#2917")
 def rounds_each_product_of_dweight_to_16_bits(reference):
     """The products of dweight are rounded to the operands' dtype before they are added."""
-    return linear_kernel(dweight=lambda a, b: rounded_products(a, b.mT))
+    return linear_kernel(dweight=of_rows(rounded_products))
 
 
 @fault(role="linear", caught_by=ONE_SIGN["y"], seen_in="own")
 def accumulates_in_16_bits(reference):
     """The sum is kept in the dtype of the operands."""
-    return linear_kernel(lambda a, b: narrow_sum(a, b.mT))
+    return linear_kernel(of_rows(narrow_sum))
 
 
 @fault(role="linear", caught_by=ONE_SIGN["dx"], seen_in="own")
 def accumulates_dx_in_16_bits(reference):
     """The sum of dx is kept in the dtype of the operands."""
-    return linear_kernel(dx=lambda a, b: narrow_sum(a, b.mT))
+    return linear_kernel(dx=of_rows(narrow_sum))
 
 
 @fault(role="linear", caught_by=ONE_SIGN["dweight"], seen_in="own")
 def accumulates_dweight_in_16_bits(reference):
     """The sum of dweight is kept in the dtype of the operands."""
-    return linear_kernel(dweight=lambda a, b: narrow_sum(a, b.mT))
+    return linear_kernel(dweight=of_rows(narrow_sum))
 
 
 @fault(role="linear", caught_by=SHAPES, seen_in="own")

@@ -25,9 +25,20 @@ def sum_of_all(dys, weights):
     return total.to(dys[0].dtype)
 
 
-def projections_kernel(
-    dx=sum_of_all, dweight=lambda dys, x, i: matrix_product(dys[i].mT, x), product=matrix_product
-):
+def dx_by(product):
+    """The gradient of the input as a sum of product(dy, weight)."""
+    return lambda dys, weights: sum(map(product, dys, weights))
+
+
+def dweight_by(product):
+    """The gradient of weight i as product(dy^T, x)."""
+    return lambda dys, x, i: product(dys[i].mT, x)
+
+
+right_dweight = dweight_by(matrix_product)
+
+
+def projections_kernel(dx=sum_of_all, dweight=right_dweight, product=matrix_product):
     """Each output product(x, weight^T); dx(dys, weights), and dweight(dys, x, i) of each."""
 
     class Kernel(torch.autograd.Function):
@@ -99,17 +110,13 @@ def rounds_products_of_several_outputs(reference):
 @fault(role="projections", caught_by=SUMS["dx"], seen_in="tile-ai/tilelang PR#2917")
 def rounds_products_of_the_shared_dx(reference):
     """The products of dx are rounded to the operands' dtype before they are added."""
-
-    def dx(dys, weights):
-        return sum(rounded_products(dy, w) for dy, w in zip(dys, weights, strict=True))
-
-    return projections_kernel(dx)
+    return projections_kernel(dx_by(rounded_products))
 
 
 @fault(role="projections", caught_by=SUMS["dweight"], seen_in="tile-ai/tilelang PR#2917")
 def rounds_products_of_several_dweights(reference):
     """The products of dweight are rounded to the operands' dtype before they are added."""
-    return projections_kernel(dweight=lambda dys, x, i: rounded_products(dys[i].mT, x))
+    return projections_kernel(dweight=dweight_by(rounded_products))
 
 
 @fault(role="projections", caught_by=ONE_SIGN["y"], seen_in="own")
@@ -121,17 +128,13 @@ def accumulates_outputs_in_16_bits(reference):
 @fault(role="projections", caught_by=ONE_SIGN["dx"], seen_in="own")
 def accumulates_the_shared_dx_in_16_bits(reference):
     """The sums of dx are kept in the dtype of the operands."""
-
-    def dx(dys, weights):
-        return sum(narrow_sum(dy, weight) for dy, weight in zip(dys, weights, strict=True))
-
-    return projections_kernel(dx)
+    return projections_kernel(dx_by(narrow_sum))
 
 
 @fault(role="projections", caught_by=ONE_SIGN["dweight"], seen_in="own")
 def accumulates_dweights_in_16_bits(reference):
     """The sum of each dweight is kept in the dtype of the operands."""
-    return projections_kernel(dweight=lambda dys, x, i: narrow_sum(dys[i].mT, x))
+    return projections_kernel(dweight=dweight_by(narrow_sum))
 
 
 @fault(role="projections", caught_by=[EXACT, MODEL, SEVERAL, RUNG], seen_in="own")

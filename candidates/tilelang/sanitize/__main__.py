@@ -48,13 +48,12 @@ def judge(name: str, output: str) -> str:
     counts = SUMMARY.findall(output)
     if not counts or FINISHED not in output:
         return f"did not run to its end: {output.strip()[-600:]}"
-    if name in PLANTED:
-        text = PLANTED[name].report
-        return (
-            "" if int(counts[-1]) and text in output else f"no report of {text!r}: {output[-600:]}"
-        )
-    reports = [line for line in output.splitlines() if line.startswith("=====")]
-    return "\n".join(reports[:60]) if int(counts[-1]) else ""
+    reported = int(counts[-1]) > 0
+    if name == OPERATORS:
+        lines = [line for line in output.splitlines() if line.startswith("=====")]
+        return "\n".join(lines[:60]) if reported else ""
+    text = PLANTED[name].report
+    return "" if reported and text in output else f"no report of {text!r}: {output[-600:]}"
 
 
 def run(before: Sequence[str], name: str, seconds: float | None = None) -> str:
